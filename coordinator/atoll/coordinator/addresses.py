@@ -23,10 +23,10 @@ class Endpoints:
     enrolment: str  # host:port
     local: str  # of the membership and admin services
     http: str
-    public: str  # in join tokens
+    public: str  # host:port in join tokens
 
     def write(self, path: Path) -> None:
-        """Replace the file; called once all ports are bound."""
+        """Replace the file. Called once all ports are bound."""
         content = {
             "version": 1,
             "pid": os.getpid(),
@@ -39,7 +39,7 @@ class Endpoints:
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A bound, listening TCP socket. Raises `PortInUse`, `ConfigError` for a host that is not this machine's."""
+    """A bound, listening TCP socket. Raises `PortInUse`, and `ConfigError` if the host is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -61,7 +61,7 @@ def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> PortInUse
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raise what `bind` would raise. gRPC itself only reports that it failed."""
+    """Raise the error that `bind` would raise: gRPC itself only reports that binding failed."""
     if port:
         bind(host, port, flag).close()
 
@@ -77,7 +77,7 @@ def dialable(host: str) -> str:
 
 
 def outward_address(host: str) -> str:
-    """Address under which others probably reach us: `host` or, for a wildcard, the address of the default route.
+    """Address under which others can probably reach this machine: `host`, or for a wildcard the default route's.
 
     Connecting a UDP socket sends nothing; it only asks the kernel which address it would use.
     """

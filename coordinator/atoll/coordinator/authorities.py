@@ -1,8 +1,8 @@
 """The coordinator's certificate authority and its replacement, as files that a kill at any moment leaves usable.
 
 Between `rotate` and `retire` both authorities are trusted. The new one issues the members' certificates, so members
-move to it as they renew. The old one still signs the server's, since every member and every token knows it. From
-`retire` on there is only the new one.
+move to it as they renew. The old one still signs the server's certificate, since every member and every token knows it.
+After `retire` there is only the new one.
 
 `ca-next.json` is the next authority; `ca.key` and `ca.crt` are the present one. To retire the present one is to mark
 `ca-next.json` so: one atomic write. What follows is repeated at the next start until it is done: the next authority's
@@ -24,7 +24,7 @@ from atoll.core.errors import InvalidTransition, KeyFileCorrupt
 from atoll.core.files import data_dir_unusable, read_private, remove_unfinished, write_private
 
 KEY, CERTIFICATE, NEXT, PREVIOUS = "ca.key", "ca.crt", "ca-next.json", "ca-previous.json"
-SHOWN = 4  # the last hand-overs: a node may be away during several
+SHOWN = 4  # number of last hand-overs: a node may be offline during several
 _KEYS = {
     NEXT: {"number", "until_unix_ms", "retired", "key", "certificate", "hand_over"},
     PREVIOUS: {"number", "shown"},
@@ -33,13 +33,14 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Trusted:
-    """The authorities at one moment."""
+    """The trusted authorities at one moment."""
 
-    serving: CertificateAuthority  # signs the server's certificates; tokens name it
-    issuing: CertificateAuthority  # signs the members' and the operator's
-    until_ms: int = 0  # when `serving` is retired; 0: there is only one
+    serving: CertificateAuthority  # signs the server's certificates; tokens contain its hash
+    issuing: CertificateAuthority  # signs the certificates of members and of the operator
+    until_ms: int = 0  # time at which `serving` is retired; 0: there is only one authority
     number: int = 0  # grows with each change
-    shown_pem: bytes = b""  # what the server shows beside its chain: hand-overs and the authorities that signed them
+    # certificates that the server sends in addition to its chain: hand-overs and the authorities that signed them
+    shown_pem: bytes = b""
 
     @property
     def all(self) -> tuple[CertificateAuthority, ...]:
@@ -52,7 +53,7 @@ class Trusted:
         return b"".join(authority.pem for authority in self.all)
 
     def issuer_of(self, leaf_pem: bytes) -> str:
-        """Hex SHA-256 of the authority that issued a certificate that TLS has checked; empty: none of these."""
+        """Hex SHA-256 of the authority that issued a certificate (verified by TLS); empty if it is none of these."""
         issuer = issuer_name(leaf_pem)
         return next((it.sha256 for it in self.all if it.name == issuer), "")
 
@@ -68,7 +69,7 @@ class Authorities:
         self.now = self._load(now)
 
     def rotate(self, now: float, until_ms: int) -> None:
-        """Create the next authority; the present one is retired at `until_ms`. Raises `InvalidTransition`."""
+        """Create the next authority; the current one will be retired at `until_ms`. Raises `InvalidTransition`."""
         with self._lock:
             if self.now.until_ms:
                 raise InvalidTransition(
@@ -113,7 +114,7 @@ class Authorities:
         return Trusted(present, fresh, coming["until_unix_ms"], coming["number"], shown)
 
     def _finish_retirement(self) -> None:
-        """Put a next authority in the place of the present one, if that is decided. Can be repeated."""
+        """Replace the current authority by the next one, if its retirement is decided. Can be repeated."""
         coming = self._read(NEXT)
         if not coming or not coming["retired"]:
             return
@@ -133,7 +134,7 @@ class Authorities:
         write_private(self._dir / name, json.dumps(plain, indent=1).encode())
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Read a file of this class; empty if there is none. Raises `KeyFileCorrupt`."""
+        """Read a file written by `_write`; empty if it does not exist. Raises `KeyFileCorrupt`."""
         path = self._dir / name
         if not path.exists():
             return {}

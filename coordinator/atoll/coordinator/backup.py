@@ -3,9 +3,9 @@
 `write` may run while the coordinator serves: SQLite copies a consistent snapshot, other databases are read in one
 transaction; in both cases the archive holds an SQLite file. `restore` makes a complete data directory, or none.
 
-A restored coordinator does not know what happened after the backup, so it must not rely on its record of what it
-signed. Plans and deny-lists continue above any number that may have been issued. It abstains from votes until that is
-safe (`rounds/coordinator_seat.py`). All tokens are revoked, because their uses may have been spent since.
+A restored coordinator does not know what it signed after the backup. Plans and deny-lists continue above any number
+that may have been issued. It abstains from votes until that is safe (`rounds/coordinator_seat.py`). All tokens are
+revoked, because their uses may have been spent since.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KEYS = ("ca.key", "ca.crt", "operator.key")
 AUTHORITIES = ("ca-next.json", "ca-previous.json")
 CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
 SKIPPED_NUMBERS = 1000  # plan and deny-list numbers that may have been issued since the backup, plus
-SKIPPED_NUMBERS_PER_SECOND = 10  # this many for every second since
+SKIPPED_NUMBERS_PER_SECOND = 10  # plus so many for every second since the backup
 _BUSY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class BackupResult:
-    """Result of a backup or a restore, for people."""
+    """Result of a backup or a restore, for messages."""
 
     path: Path
     ca_sha256: str
@@ -110,7 +110,7 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> B
 
 
 def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: int) -> None:
-    """Raise number floors, revoke tokens and log the restore, in one transaction."""
+    """Raise the floors of plan and deny-list numbers, revoke tokens and log the restore, in one transaction."""
     skipped = SKIPPED_NUMBERS + SKIPPED_NUMBERS_PER_SECOND * max(0, unix_ms - created_ms) // 1000
     operator = Identity.load(operator_key)
     store = SqlStore(url)
@@ -180,7 +180,7 @@ def _check_and_merge_wal(path: Path) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Yield a private directory beside `target`, removed afterwards. Raises `DataDirUnusable`."""
+    """Yield a private directory next to `target`, which is removed afterwards. Raises `DataDirUnusable`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -42,8 +42,8 @@ def pack(archive: Path, sources: Mapping[str, Path], unix_ms: int) -> None:
 def unpack(archive: Path, directory: Path, required: Collection[str], possible: Collection[str]) -> int:
     """Extract and verify all files into `directory`, mode 0600; returns the backup's time (Unix milliseconds).
 
-    Other names than `required` and `possible` are refused. Raises `BackupCorrupt`, `ConfigError` if the archive cannot
-    be read, `DataDirUnusable`.
+    Names that are neither `required` nor `possible` are refused. Raises `BackupCorrupt`, `ConfigError` if the archive
+    cannot be read, `DataDirUnusable`.
     """
     try:
         tar = tarfile.open(archive, "r:")  # noqa: SIM115 - closed below; its errors differ

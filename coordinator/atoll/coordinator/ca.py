@@ -53,7 +53,7 @@ class CoordinatorKeys:
         return issuing.issue(certs.csr_public_key(csr_der), f"atoll://node/{peer_id}", self._clock.unix())
 
     def announce(self) -> None:
-        """Tell members from now on which authorities there are, if these ever changed."""
+        """Send members the list of authorities from now on, if the authorities ever changed."""
         trusted = self.authorities.now
         if trusted.number:
             pems = [authority.pem for authority in trusted.all]
@@ -63,7 +63,7 @@ class CoordinatorKeys:
 
 @dataclass(frozen=True)
 class AuthorityAnnouncement:
-    """The signed list of authorities that members are told."""
+    """The signed list of authorities that is sent to members."""
 
     number: int
     signed: pb.Signed
@@ -86,7 +86,7 @@ class ServerCertificate:
         self._renew_at = 0.0
 
     def credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Server credentials; `mutual` ones require a client certificate of our CA."""
+        """Server credentials; with `mutual`, they require a client certificate of a trusted CA."""
         first = self._issue(self._clock.unix())
         return grpc.dynamic_ssl_server_credentials(first, self.fetch, mutual)  # type: ignore[arg-type]  # may be None
 
@@ -131,7 +131,7 @@ def _remove_incomplete_authority(data_dir: Path) -> None:
 
 
 def _is_renewal_not_due(chain: Path, trusted: Trusted, now: float) -> bool:
-    """True if the credential is from our newest CA, trusts what we do, and is not in its last third."""
+    """True if the credential is from the newest CA, trusts all current authorities, and is not in its last third."""
     if not chain.exists() or not (chain.parent / "admin.key").exists() or not (chain.parent / "ca.crt").exists():
         return False
     pem = chain.read_bytes()

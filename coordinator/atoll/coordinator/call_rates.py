@@ -1,8 +1,8 @@
-"""What each member may call and send: a token bucket of calls, messages and bytes (`CALLS_RATE`).
+"""Limits on each member's calls: a token bucket of calls, messages and bytes (`CALLS_RATE`).
 
-A member that sends too much on a stream is slowed down: its next message is not read yet, and gRPC's flow control
-stops the sender. A call that begins meanwhile is refused as `Busy`. All calls and streams of a member share one
-allowance, so more of them give it no more.
+A member that sends too much on a stream is slowed down: its next message is not read yet, and gRPC's flow control stops
+the sender. A call that begins during that time is refused as `Busy`. All calls and streams of a member share one
+allowance.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from atoll.coordinator.state.rate_limits import CALL_BYTES, CALLS_RATE, Allowanc
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 
-_FEW_MEMBERS = 1024  # below, no allowance is forgotten
+_FEW_MEMBERS = 1024  # with fewer members, no allowance is forgotten
 
 
 class CallRates:
-    """Allowances by peer id; those that are full again are forgotten."""
+    """Allowances by peer id; full ones are forgotten."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class CallRates:
             self._forget_full()
 
     async def wait(self, peer_id: str) -> None:
-        """Return when the member has paid its present debt."""
+        """Wait until the member's allowance is no longer negative."""
         await asyncio.sleep(self._debt_seconds(peer_id))
 
     def _debt_seconds(self, peer_id: str) -> float:

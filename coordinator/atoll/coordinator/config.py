@@ -44,17 +44,18 @@ class CoordinatorConfig(BaseModel):
     silence_seconds: Seconds = 15.0
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
-    plan_interval_seconds: Seconds = 10.0  # between two plans, unless waiting would stop the run
-    plan_search_seconds: Seconds = 2.0  # if not every node can hold the model
+    plan_interval_seconds: Seconds = 10.0  # between two plans, unless the run would stop without a new plan
+    plan_search_seconds: Seconds = 2.0  # time limit of the planner, used if some node cannot hold the whole model
     plan_goal: Literal["time", "price"] = "time"  # tokens per second, or tokens per price
     plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = (
         Preferences.hysteresis
-    )  # gain that a disturbing plan must reach
+    )  # minimum gain of a plan that disturbs placed nodes
     plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = Preferences.horizon_seconds
-    plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 1000 * Preferences.rtt_cap_seconds  # inside a route
+    # limit of round-trip times within a route
+    plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 1000 * Preferences.rtt_cap_seconds
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
-    lost_layers_seconds: Seconds = 60.0  # all holders must report layers lost for this long
+    lost_layers_seconds: Seconds = 60.0  # all holders must report layers as lost for so long
     drain_seconds: Seconds = 5.0  # for calls in progress at shutdown
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"

@@ -1,9 +1,9 @@
 """`Controller`, the only place where the state changes: compute a step, make it durable, then publish it.
 
-Steps run one after the other on a thread of their own, so the event loop never waits for a disk, and no lock is
-needed. Readers take `state`, which is immutable. If the store fails, the state stays as it was and the caller gets the
-error: what was not stored did not happen. Plans and deny-lists are signed here. A planner search takes
-seconds, so it has another thread; its answer is applied as a step.
+Steps run one after the other on a thread of their own, so the event loop never waits for a disk, and no lock is needed.
+Readers take `state`, which is immutable. If the store fails, the state does not change and the caller gets the error.
+Plans and deny-lists are signed here. A planner search takes seconds, so it runs on another thread; its answer is
+applied as a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Controller:
         self.state = restart.restore(contents, plans, deny, self.moment(), operator.public_key)
 
     async def do(self, operation: Operation[T]) -> T:
-        """Run one step and return its result once it is durable. Raises what the step or the store raises."""
+        """Run one step and return its result once it is durable. Raises the errors of the step and of the store."""
         loop = asyncio.get_running_loop()
         step = await loop.run_in_executor(self._thread, self._perform, operation, loop)
         return step.result
@@ -64,7 +64,7 @@ class Controller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, query, self.store)
 
     async def run(self) -> None:
-        """Tick and plan until cancelled. Failures are logged and retried; members train on meanwhile."""
+        """Tick and plan until cancelled. Failures are logged and retried; meanwhile members continue to train."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(self.tick))
             group.create_task(self._repeat(self.answer_questions))
@@ -75,14 +75,14 @@ class Controller:
             await action()
 
     async def tick(self) -> None:
-        """Apply what time alone changes, one step for each run: a failure in one does not delay the others."""
+        """Apply changes that depend on time alone, one step per run: a failure in one does not delay the others."""
         await self._do_and_log(lambda state, now: machine.tick_streams(state, now, self.policy))
         await self._do_and_log(node_metrics.store)
         for run_id in self.state.runs:
             await self._do_and_log(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
 
     async def answer_questions(self) -> None:
-        """Ask the planner the open questions of all runs, one after the other, and apply its answers."""
+        """Send the open questions of all runs to the planner, one after the other, and apply its answers."""
         for run_id, memory in self.state.memory.items():
             if memory.question is not None:
                 await self._attempt_answer(run_id, memory.question)
@@ -107,7 +107,7 @@ class Controller:
         return StepTime(unix_ms(self.clock), self.clock.monotonic())
 
     def close(self) -> None:
-        """Finish the step in progress, then close the store. A planner search ends by itself, unused."""
+        """Finish the running step, then close the store. The result of a running planner search is dropped."""
         self._planner.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True)
         self.store.close()
@@ -154,7 +154,7 @@ class Controller:
             if isinstance(item, DropRun):
                 self.signed.forget(item.run_id)
         self.state = step.state
-        if rows:  # scheduled here, because the caller may be cancelled meanwhile
+        if rows:  # scheduled here, because the caller may be cancelled before the store has finished
             loop.call_soon_threadsafe(self._wake_and_log, step.records)
         return step
 

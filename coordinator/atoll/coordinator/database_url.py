@@ -1,4 +1,4 @@
-"""The database's URL: its sources, and its form for people, because it may hold a password.
+"""The database's URL: its sources, and its printable form, because it may contain a password.
 
 A setting is the URL itself, or `file:PATH` of a file whose first line is the URL. A command line must not hold a
 password: every user of the machine can read it.
@@ -19,7 +19,7 @@ _HIDDEN = "hidden"
 
 
 def resolve(setting: str) -> str:
-    """The URL that a setting means. Raises `ConfigError` for an unreadable file."""
+    """The URL for a setting. Raises `ConfigError` for an unreadable file."""
     if not setting.startswith(FILE):
         return setting
     path = Path(setting.removeprefix(FILE)).expanduser()
@@ -41,7 +41,7 @@ def refuse_password(argument: str) -> None:
 
 
 def printable(setting: str) -> str:
-    """A setting for people and logs: passwords are hidden, and text that is not a URL is hidden as a whole."""
+    """A setting in printable form: passwords are hidden, and text that is not a URL is hidden as a whole."""
     if not setting or setting.startswith(FILE):
         return setting
     url = _parsed(setting)

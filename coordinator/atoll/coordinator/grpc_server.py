@@ -1,9 +1,9 @@
 """One gRPC port with its services: bound, guarded, and for members with the health service.
 
-A connection takes a file descriptor and, before it has proved anything, up to 66 kB that the allocator keeps. So their
-number is limited, and each must finish its TLS handshake within seconds. The enrolment port has no health service: the
-health service's `Watch` stays open as long as the caller likes. All other connections of callers without a certificate
-end within seconds, because their one call is short.
+A connection takes a file descriptor and, before it has proved anything, up to 66 kB that the allocator keeps. So the
+number of connections is limited, and each must finish its TLS handshake within seconds. The enrolment port has no
+health service: the health service's `Watch` stays open as long as the caller likes. All other connections of callers
+without a certificate end within seconds, because their one call is short.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEMBER_OPTIONS = (
 )
 _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.so_reuseport", 0),  # else two coordinators could share a port unnoticed
+    ("grpc.so_reuseport", 0),  # otherwise two coordinators could share a port unnoticed
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT send pings to keep streams alive
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -78,13 +78,13 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Accept no more calls; calls in progress may take `grace_seconds`."""
+        """Accept no new calls; running calls may take `grace_seconds`."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_seconds)
 
 
 async def handshake(host: str, port: int) -> None:
-    """Make one TLS handshake with a port of ours, with which gRPC takes over a changed certificate."""
+    """Make one TLS handshake with this coordinator's port, which makes gRPC load a changed certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,9 +1,9 @@
 """gRPC interceptor of every call: checks the caller's role and its messages, and turns errors into statuses.
 
 TLS has verified that the caller's certificate is from our CA; the URI in it names the role. A node may call the
-membership service, an operator the admin service. A node's messages are bounded before they are parsed, and slowed
-down or refused if it sends too many (`call_rates.py`). Errors of our tree are sent with message and remedy. Any other
-exception is a bug: it is logged in full and sent as "internal error".
+membership service, an operator the admin service. A node's messages are bounded before they are parsed, and slowed down
+or refused if it sends too many (`call_rates.py`). `AtollError`s are sent with message and remedy. Any other exception
+is a bug: it is logged in full and sent as "internal error".
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None or not method.startswith(_OURS):
             return handler
         kind = None if method.startswith(_ADMIN) else message_class(handler.request_deserializer)
-        parse = handler.request_deserializer if kind is None else None  # else gRPC hands over bytes
+        parse = handler.request_deserializer if kind is None else None  # otherwise gRPC passes bytes
         for shape in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behaviour = getattr(handler, shape)
             if behaviour is not None:
@@ -72,14 +72,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 if member:
                     self._rates.begin_call(member)
                 if kind is not None:
-                    paced = "" if method == _UPLOAD else member  # the operator's download sets the pace of uploads
+                    paced = "" if method == _UPLOAD else member  # the speed of the operator's download limits uploads
                     request = self._parsed(request, kind, paced)
                 return await behaviour(request, context)
             except AtollError as error:
                 failure = error
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
-            except Exception:  # supervision: the cause must not leave this process
+            except Exception:  # supervision: details of the bug must not be sent to the caller
                 _log.exception("an rpc failed", method=method)
                 failure = AtollError("internal error", "see the coordinator's log")
             self._errors.labels(method.rsplit("/", 1)[1], failure.reason).inc()
@@ -118,12 +118,12 @@ def caller(context: grpc.aio.ServicerContext[Any, Any], role: str) -> str:
 
 
 def issuer(context: grpc.aio.ServicerContext[Any, Any], authorities: Authorities) -> str:
-    """Hex SHA-256 of the authority of the client's certificate; empty if that was retired during the connection."""
+    """Hex SHA-256 of the authority of the client's certificate; empty if it was retired during the connection."""
     return authorities.now.issuer_of(_certificate(context))
 
 
 def refuse_retired(context: grpc.aio.ServicerContext[Any, Any], authorities: Authorities) -> None:
-    """Raise `AuthorityReplaced` if the authority of the client's certificate is not trusted any more."""
+    """Raise `AuthorityReplaced` if the authority of the client's certificate is no longer trusted."""
     if not issuer(context, authorities):
         raise AuthorityReplaced(
             "the certificate of this client is of a certificate authority that was retired",

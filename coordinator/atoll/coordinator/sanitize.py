@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 MAX_NAME_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 200
-_SIGNED = ("clock_offset_seconds",)  # figures that may be negative
+_SIGNED = ("clock_offset_seconds",)  # fields that may be negative
 MAX_SENTENCE_CHARACTERS = 500
 _M = TypeVar("_M", bound=Message)
 _BREAKS = {"Zl", "Zp"}  # line and paragraph separators
@@ -35,9 +35,9 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
 
 
 def sanitized_message(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
-    """A copy with known fields and enum values only, clean strings, and finite figures from 0 on.
+    """A copy with known fields and enum values only, clean strings, and finite numbers of at least 0.
 
-    Nested messages are treated alike; lists are left as they are.
+    Nested messages are treated in the same way; lists are not changed.
     """
     kept = type(message)()
     kept.CopyFrom(message)

@@ -43,7 +43,7 @@ from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
-MAX_ENROLMENT_BYTES = 64 << 10  # callers without a certificate get little
+MAX_ENROLMENT_BYTES = 64 << 10  # small, because callers have no certificate
 MAX_ENROLMENT_CALLS = 4096  # under attack most are unfinished; each ends within ten seconds
 MAX_FILES = 1 << 16
 MAX_ENROLMENT_CONNECTIONS = 2048  # each ends within 15 seconds
@@ -93,7 +93,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Restrict all files that this process creates inside, the database's included, to their owner."""
+    """Restrict all files that this process creates in the block, also the database's, to their owner."""
     before = os.umask(0o077)
     try:
         yield
@@ -131,7 +131,7 @@ def open_state(
 async def running_servers(
     config: CoordinatorConfig, controller: Controller, keys: CoordinatorKeys, stopping: asyncio.Event
 ) -> AsyncIterator[addresses.Endpoints]:
-    """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
+    """Run all servers during the block; drain them at its end. Set `stopping` before that, to end open streams."""
     registry = CollectorRegistry()
     guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock), keys.authorities)
     registry.register(StateCollector(controller))
@@ -169,7 +169,7 @@ async def running_servers(
 
 
 def _enrol_server(config: CoordinatorConfig, keys: CoordinatorKeys, clock: Clock, guard: AuthInterceptor) -> GrpcServer:
-    """The server for nodes with a token. The limits share out the descriptors, so that no port can take all of them."""
+    """The server for nodes with a token. The limits divide the descriptors, so that no port can use up all of them."""
     return GrpcServer(
         config.listen,
         config.enrol_port,
@@ -205,7 +205,7 @@ async def background_tasks(
     endpoints: addresses.Endpoints,
     systemd: Systemd,
 ) -> AsyncIterator[None]:
-    """Run the tasks beside the servers: ticks, the watchdog, renewal of the admin credential."""
+    """Run the tasks besides the servers: ticks, the watchdog, renewal of the admin credential."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(controller.run()),
@@ -221,7 +221,7 @@ async def background_tasks(
 
 @contextmanager
 def lock_data_dir(data_dir: Path) -> Iterator[None]:
-    """Hold the data directory for this process. Raises `AlreadyRunning`, `DataDirUnusable`."""
+    """Hold the lock of the data directory. Raises `AlreadyRunning`, `DataDirUnusable`."""
     try:
         descriptor = lock_file(data_dir / "lock", f"{os.getpid()}\n")
     except FileLocked as holder:
@@ -276,5 +276,5 @@ async def _renew_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str
 def _write_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str, clock: Clock) -> None:
     try:
         write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
-    except (AtollError, OSError) as error:  # for example no file descriptors: retried in an hour
+    except (AtollError, OSError) as error:  # for example no free file descriptor: it is retried in an hour
         _log.error("cannot write the admin credential", error=str(error))

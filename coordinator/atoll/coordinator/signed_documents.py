@@ -1,4 +1,4 @@
-"""Plans and deny-lists signed with the operator key: signed on issue, verified on load, and kept for sending."""
+"""Plans and deny-lists signed with the operator key: signed when issued, verified when loaded, and kept for sending."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.v1 import common_pb2 as pb
 
 
 class SignedDocuments:
-    """The newest signed plan of each run, and the signed deny-list in force."""
+    """The newest signed plan of each run, and the current signed deny-list."""
 
     def __init__(self, operator: Identity, clock: Clock) -> None:
         self._operator = operator
@@ -25,7 +25,7 @@ class SignedDocuments:
 
     @property
     def deny_list(self) -> pb.Signed:
-        """The signed deny-list in force."""
+        """The current signed deny-list."""
         return self._deny_list
 
     def plan(self, run_id: str) -> pb.Signed | None:
@@ -50,7 +50,7 @@ class SignedDocuments:
             self._deny_list = signed
 
     def forget(self, run_id: str) -> None:
-        """Forget the plan of a deleted run: another run of its name may follow."""
+        """Forget the plan of a deleted run, because a new run may have the same name."""
         self._plans.pop(run_id, None)
 
     def load(self, contents: Contents) -> tuple[tuple[Plan, ...], DenyList | None]:
@@ -67,7 +67,7 @@ class SignedDocuments:
 
     def _load_plan(self, row: PlanRow) -> Plan:
         plan = verify_plan(pb.Signed.FromString(row.sealed), self._operator.public_key, row.run_id)
-        self.publish(row)  # rows come in order of version: the newest stays
+        self.publish(row)  # rows are ordered by version, so the newest remains
         return plan
 
     def _load_deny_list(self, row: DenyRow) -> DenyList:

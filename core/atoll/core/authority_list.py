@@ -1,4 +1,4 @@
-"""The coordinator's certificate authorities, signed with its operator key, for members that know older ones. Pure."""
+"""The coordinator's certificate authorities, signed with its operator key for members that know older ones. Pure."""
 
 from __future__ import annotations
 

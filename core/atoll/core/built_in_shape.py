@@ -1,9 +1,9 @@
-"""Shape of the built-in decoder, and the layer table that the coordinator plans from. Pure: no torch, no allocation.
+"""Shape of the built-in decoder, and the layer table that plans are made from. Pure: no torch, no allocation.
 
 A run spec names a preset and may override any of its numbers. `resolve_shape` computes the final shape and refuses a
-shape that cannot be built. `layer_table` counts parameters, FLOPs and bytes per layer by arithmetic. A run of 7 billion
-parameters can therefore be planned, and refused by a small device, without an allocation. `node/model/llama.py` builds
-exactly what is counted here; a test compares the two.
+shape that cannot be built. `layer_table` counts parameters, FLOPs and bytes per layer by arithmetic. So a run of 7
+billion parameters can be planned, or refused by a small device, without an allocation. `node/model/llama.py` builds
+exactly this model; a test compares the two.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def layer_table(spec: RunSpec, shape: ModelShape) -> plan_pb2.LayerTable:
 
 
 def _masked_bytes(spec: RunSpec, shape: ModelShape) -> int:
-    """Count what a block keeps for each token besides, with document masks: its rotations, repeated keys and values."""
+    """Count the bytes per token that a block also keeps with document masks: rotations, repeated keys and values."""
     if not spec.data.document_masks:
         return 0
     rotations = 2 * FP32_BYTES * shape.head_dimension

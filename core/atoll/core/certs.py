@@ -1,13 +1,13 @@
 """TLS for the control plane: an Ed25519 certificate authority and P-256 leaf certificates.
 
-gRPC refuses Ed25519 *leaf* certificates, so every TLS key is P-256; the authority that signs them may be
-Ed25519. A subject is a URI in the SAN: `atoll://node/<peer id>` or `atoll://admin/<name>`. The server's
-certificate also carries the DNS name `SERVER_NAME`; clients expect that name at any address. A private key
-never leaves the machine that made it: a node sends a CSR, which its identity key signs, too.
+gRPC refuses Ed25519 *leaf* certificates, so every TLS key is P-256; the authority that signs them may be Ed25519. A
+subject is a URI in the SAN: `atoll://node/<peer id>` or `atoll://admin/<name>`. The server's certificate also carries
+the DNS name `SERVER_NAME`; clients expect that name at any address. A private key never leaves the machine that made
+it: a node sends a CSR, signed by its identity key too.
 
-An authority that is replaced signs a *hand-over*: a certificate whose URI, `atoll://ca/<SHA-256>`, names the next one.
-It is in no chain of trust, and servers show it beside their chain. A client that knows only the old authority learns by
-it why the server's certificate is from another.
+An authority that is replaced signs a *hand-over*: a certificate whose URI, `atoll://ca/<SHA-256>`, names its successor.
+It is not part of a chain of trust; servers send it in addition to their chain. It tells a client that knows only the
+old authority why the server's certificate is from another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # members can still renew a
 CA_LIFETIME = dt.timedelta(days=3650)
 HAND_OVER_PREFIX = "atoll://ca/"
 _BACKDATE = dt.timedelta(minutes=5)  # tolerates a client clock that is slightly behind
-_UNREADABLE = (  # what the library raises for certificates that it cannot take apart, or that lack an extension
+_UNREADABLE = (  # errors of the library for certificates that it cannot parse or that lack an extension
     ValueError,
     x509.DuplicateExtension,
     x509.ExtensionNotFound,
@@ -179,12 +179,12 @@ def certificate_sha256(pem: bytes) -> str:
 
 
 def issuer_name(pem: bytes) -> str:
-    """Issuer of the first certificate in `pem`. It tells authorities apart once TLS has checked the signature."""
+    """Issuer of the first certificate in `pem`. It identifies the authority once TLS has checked the signature."""
     return x509.load_pem_x509_certificate(pem).issuer.rfc4514_string()
 
 
 def is_issued_by(pem: bytes, ca_pem: bytes) -> bool:
-    """Tell whether the first certificate in `pem` is signed by the first in `ca_pem`; says nothing about time."""
+    """Return whether the first certificate in `pem` is signed by the first in `ca_pem`; says nothing about time."""
     try:
         x509.load_pem_x509_certificate(pem).verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
     except (ValueError, TypeError, InvalidSignature):
@@ -193,7 +193,7 @@ def is_issued_by(pem: bytes, ca_pem: bytes) -> bool:
 
 
 def is_handed_over(chain_der: Iterable[bytes], ca_pem: bytes) -> bool:
-    """Tell whether a server's certificates hold a hand-over of an authority in `ca_pem` to one that it shows."""
+    """Tell whether a server's certificates contain a hand-over from an authority in `ca_pem` to one in the chain."""
     chain = list(chain_der)
     shown = {HAND_OVER_PREFIX + hashlib.sha256(der).hexdigest() for der in chain}
     for der in chain:

@@ -1,8 +1,8 @@
-"""Entry point of every command line: turns errors into a sentence on stderr and an exit code.
+"""Entry point of every command line: converts errors to a sentence on stderr and an exit code.
 
-A command raises an `AtollError` and never prints it or exits; `run_cli` does both. Usage errors exit with 2.
-An interrupt (Ctrl-C) exits with 130 and no traceback. One distribution serves volunteers and operators, so a
-missing package of an extra is also reported as a sentence that names the extra.
+A command raises an `AtollError` and never prints it or exits; `run_cli` does both. Usage errors exit with 2. An
+interrupt (Ctrl-C) exits with 130 and no traceback. One distribution serves volunteers and operators, so a missing
+package of an extra is also reported as a sentence that names the extra.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall-clock time for people and certificates; monotonic time for deadlines."""
+    """Wall-clock time for messages and certificates; monotonic time for deadlines."""
 
     def unix(self) -> float:
         """Seconds since the Unix epoch; may jump."""

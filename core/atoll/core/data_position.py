@@ -4,10 +4,10 @@ Pure, and independent of the coordinator: every member computes the same positio
 
 Samples are indices in the run's deterministic order. Genesis gives each member a first range. At every commit:
 
-- each member's consumed count moves its ranges forward, and says how fast it is;
+- each member's consumed count moves its ranges forward, and gives its pace;
 - the ranges of members that left, or that no round counted for long, are returned;
 - a member that holds less than `REFILL_ROUNDS` rounds at its own pace gets more, up to `FULL_ROUNDS`: returned ranges
-  first, then new ones from the cursor. They go to the end of its list, because it may have trained on.
+  first, then new ones from the cursor. They are appended to its list, because it may have trained beyond the snapshot.
 
 Refills are few and large, so that a member trains long runs of successive samples. Towards the end of an epoch they
 shrink with what is left, as in guided self-scheduling (Polychronopoulos & Kuck 1987, "Guided Self-Scheduling: A
@@ -15,7 +15,7 @@ Practical Scheduling Scheme for Parallel Supercomputers"). Members differ in pac
 proportion to its pace (weighted factoring: Hummel, Schmidt, Uma & Wein 1996, "Load-Sharing in Heterogeneous Systems via
 Weighted Factoring").
 
-So no sample is skipped. What is trained twice: see docs/explain/rounds.md.
+So no sample is skipped. docs/explain/rounds.md lists which samples are trained twice.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from atoll.v1 import manifest_pb2
 SampleRange = tuple[int, int]
 MAX_RANGES = 2**16  # in a received position: ranges and holders together
 
-# Lengths of leases, in rounds at their member's pace. Measured by benchmarks/data_coverage.py.
+# Lengths of leases, in rounds at their member's pace, measured with benchmarks/data_coverage.py.
 FULL_ROUNDS = 6  # after a refill
 REFILL_ROUNDS = 3  # a lease below this is refilled
-FIRST_ROUNDS = 4  # while a member's pace is unknown: in rounds at the mean pace
-SHORT_PERCENT = 175  # of a round, at the end of an epoch: it lasts from a snapshot until the next round commits
-RETURN_ROUNDS = 8  # a member that more rounds in succession did not count loses its lease
+FIRST_ROUNDS = 4  # while a member's pace is unknown; in rounds at the mean pace
+SHORT_PERCENT = 175  # of a round, at the end of an epoch: the time from a snapshot until the next round commits
+RETURN_ROUNDS = 8  # a member loses its lease after more than this many rounds in succession that did not count it
 
 
 class Pace(NamedTuple):
     """How fast a member consumes samples."""
 
-    samples: int = 0  # a round; 0 while no round has counted any
-    uncounted: int = 0  # rounds since the last that counted some
+    samples: int = 0  # per round; 0 while no round has counted any
+    uncounted: int = 0  # rounds since the last one that counted samples
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class DataPosition:
     holdings: Mapping[str, tuple[SampleRange, ...]] = field(default_factory=dict)
     paces: Mapping[str, Pace] = field(default_factory=dict)
     epoch_samples: int = 0  # samples of an epoch; 0 if unknown
-    routes_begun: int = 0  # under the plan of its round; first leases are counted from here
+    # number of routes started under the plan of its round; places of first leases are counted from here
+    routes_begun: int = 0
 
     def to_proto(self) -> manifest_pb2.DataPosition:
         """Convert to the message that a manifest contains."""
@@ -112,11 +113,11 @@ def genesis_position(members: Sequence[str], samples_each: int, epoch_samples: i
 
 
 def first_lease_samples(round_samples: int, members: int, turns: int = 1) -> int:
-    """Return what a member gets while no pace is known: its equal share of `FIRST_ROUNDS` times `turns` rounds.
+    """Return the first lease while no pace is known: an equal share of `FIRST_ROUNDS` times `turns` rounds.
 
-    `turns`: the rounds until a member's samples count again, because each cut of the model has a round of its own.
-    A member that is more than `FIRST_ROUNDS` times as fast as the average consumes that before its first round commits;
-    it then repeats samples of its own. Its next lease follows its pace.
+    `turns`: rounds until a member's samples count again, because each cut of the model has its own round. A member that
+    is more than `FIRST_ROUNDS` times as fast as the average consumes its lease before its first round commits. It then
+    repeats its own samples. Its next lease follows its pace.
     """
     return -(-FIRST_ROUNDS * turns * round_samples // max(1, members))
 
@@ -126,9 +127,9 @@ def with_first_leases(
 ) -> DataPosition:
     """Return the position with a first lease for each driver that holds nothing.
 
-    `began`: the plan that each driver's route began with, the route's number, and the driver. All first leases at one
-    position have the same length. Routes are numbered in the order in which they begin, and a driver's number says
-    where its lease lies. So no later plan moves it. Without such numbers, which older plans lack,
+    `began`: for each driver, the plan with which its route began, the route's number, and the driver. All first leases
+    at one position have the same length. Routes are numbered in the order in which they begin, and the number
+    determines the place of the driver's lease. So no later plan moves a lease. Older plans lack these numbers; then
     leases follow one another in the order in which routes began.
     """
     newcomers = sorted(item for item in began if not position.holdings.get(item[2]))
@@ -160,11 +161,11 @@ def advance(
 ) -> DataPosition:
     """Return the position after a round in which each member consumed `consumed` samples.
 
-    `round_samples` is what the whole swarm consumes in a round; no pace is taken to be above it. `turns`: as in
-    `first_lease_samples`. `routes_begun`: under the round's plan.
+    `round_samples`: what the whole swarm consumes in a round, which also bounds every pace. `turns`: as in
+    `first_lease_samples`. `routes_begun`: number of routes started under the round's plan.
 
-    A member may report more samples than it held, because it repeats its last samples when its ranges are
-    exhausted. Its remaining ranges are then empty. Raises `PeerMisbehaved` for a negative count.
+    A member may report more samples than it held, because it repeats its last samples after its ranges are used up. Its
+    remaining ranges are then empty. Raises `PeerMisbehaved` for a negative count.
     """
     if any(count < 0 for count in consumed.values()):
         raise PeerMisbehaved("a member reports a negative number of consumed samples")
@@ -197,9 +198,9 @@ def advance(
 
 
 def goes_on(before: Sequence[SampleRange], consumed: int, now: Sequence[SampleRange]) -> bool:
-    """Return whether `now` begins with what `consumed` samples leave of `before`.
+    """Return whether `now` begins with the samples that remain of `before` after `consumed` samples.
 
-    If not, a member's samples were given to others. It must drop what it trained of them since.
+    If not, the member's samples were given to others, and it must drop its training on them.
     """
     left = _merge_adjacent(drop_samples(before, consumed))
     return _merge_adjacent(_split_at(list(now), sample_count(left))[0]) == left
@@ -216,7 +217,7 @@ def drop_samples(ranges: Sequence[SampleRange], count: int) -> tuple[SampleRange
 
 
 class _Leases:
-    """How many samples each member gets. `position` is the one before anybody gets more."""
+    """Computes how many samples each member gets. `position`: the position before any refill."""
 
     def __init__(self, position: DataPosition, round_samples: int, turns: int) -> None:
         self._holdings, self._turns = position.holdings, turns
@@ -233,7 +234,7 @@ class _Leases:
         paces = {peer: position.pace(peer) for peer in position.holdings}
         self._unknown = {peer for peer, pace in paces.items() if not pace.samples}
         self._paces = {peer: pace.samples or self._mean for peer, pace in paces.items()}
-        self._left = {  # what each member has, if it trained on in rounds that did not count it
+        self._left = {  # samples that each member still has if it also trained in rounds that did not count it
             peer: max(0, sample_count(ranges) - self._paces[peer] * paces[peer].uncounted)
             for peer, ranges in position.holdings.items()
         }
@@ -243,11 +244,11 @@ class _Leases:
         return max(1, self._at_most(FIRST_ROUNDS, self._mean))
 
     def hunger(self, peer: str) -> tuple[int, str]:
-        """Order members by how long their samples last."""
+        """Sort key: the members whose samples last the shortest time come first."""
         return (self._left[peer] << 32) // self._paces[peer], peer
 
     def missing(self, peer: str) -> tuple[int, int | None]:
-        """Return how many samples a member gets, and how many of them may be of this epoch; None: any number."""
+        """Return how many samples a member gets, and how many of them may be of this epoch (None: any number)."""
         pace, left = self._paces[peer], self._left[peer]
         full = self.first() if peer in self._unknown else self._at_most(FULL_ROUNDS, pace)
         if left >= min(full, REFILL_ROUNDS * self._turns * pace):
@@ -258,7 +259,10 @@ class _Leases:
         return full - left, max(0, share - _below(self._holdings[peer], self.boundary))
 
     def _at_most(self, rounds: int, pace: int) -> int:
-        """Return the length of a lease of so many rounds: towards the end of an epoch, half of what is left of it."""
+        """Return the length of a lease of `rounds` rounds.
+
+        Towards the end of an epoch it is at most half of the rest.
+        """
         usual = rounds * self._turns * pace
         if not self.boundary:
             return usual
@@ -267,7 +271,7 @@ class _Leases:
 
 
 class _Pool:
-    """Samples that nobody holds: returned ranges, and all from the cursor on. No range crosses `boundary`."""
+    """Samples that no member holds: returned ranges, and all from the cursor on. No range crosses `boundary`."""
 
     def __init__(self, position: DataPosition, boundary: int = 0) -> None:
         self._boundary, self._cursor = boundary, position.cursor
@@ -278,7 +282,7 @@ class _Pool:
         self._pieces = [*(piece for pair in cut for piece in pair if piece[0] < piece[1]), *new]
 
     def take(self, count: int, after: int = -1, most_below: int | None = None) -> list[SampleRange]:
-        """Take `count` samples: first the returned range that begins at `after`, if there is one, then the lowest.
+        """Take `count` samples: first the returned range that begins at `after`, if any, then the lowest numbers.
 
         At most `most_below` of them are below the boundary.
         """
@@ -304,7 +308,7 @@ class _Pool:
         return taken
 
     def give_back(self, ranges: Sequence[SampleRange]) -> None:
-        """Return these samples."""
+        """Put samples back into the pool."""
         self._pieces += ranges
 
     def rest(self) -> tuple[int, tuple[SampleRange, ...]]:
@@ -318,7 +322,7 @@ class _Pool:
 def _pace_after(pace: Pace, used: int, is_dry: bool, round_samples: int) -> Pace:
     """Return a member's pace after a round that counted `used` samples of it.
 
-    A member that used up its samples may be faster than that: then they count twice.
+    If a member used up all its samples, it may be faster than measured, so they count twice.
     """
     if not used:
         return Pace(pace.samples, pace.uncounted + 1)

@@ -1,7 +1,7 @@
-"""Memory of document masks, the same for nodes and plans: numbers that say which token of a sample attends to which.
+"""Memory of document masks, the same for nodes and plans. A mask says which tokens of a sample attend to each other.
 
-With grouped-query attention every block also repeats its keys and values for all heads: no fused kernel takes a mask
-and fewer key heads. Nodes know a block's heads and write what it keeps into the layer table. Pure.
+With grouped-query attention, every block also repeats its keys and values for all heads, because no fused kernel
+accepts both a mask and fewer key heads. Nodes know a block's heads, and write these bytes into the layer table. Pure.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from atoll.core.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class MaskMemory:
-    """Bytes that masks take for one micro-batch, while a span computes it."""
+    """Bytes of the masks of one micro-batch while a span computes it."""
 
-    once: int = 0  # that all blocks share
-    per_block: int = 0  # that each block keeps until backward
+    once: int = 0  # shared by all blocks
+    per_block: int = 0  # kept by each block until backward
 
     def of(self, blocks: int) -> int:
-        """Bytes in a span of so many blocks."""
+        """Bytes in a span of `blocks` blocks."""
         return self.once + blocks * self.per_block if blocks else 0
 
 
@@ -30,24 +30,24 @@ NO_MASKS = MaskMemory()
 
 
 class MaskedLayer(Protocol):
-    """A row of a layer table, or what a planner made of it."""
+    """A row of a layer table, or a planner's copy of it."""
 
     @property
     def masked_bytes_per_token(self) -> int:
-        """What it keeps for backward besides, in a run with document masks; 0 if it is no block."""
+        """Bytes per token that it also keeps for backward with document masks; 0 if it is not a block."""
         ...
 
 
 def repeated_bytes_per_token(spec: RunSpec, heads: int, kv_heads: int, head_dimension: int) -> int:
-    """Count the keys and values that a block repeats for each token; none if the run has no document masks."""
+    """Bytes per token of the keys and values that a block repeats; 0 if the run has no document masks."""
     return 2 * _number_bytes(spec) * (heads - kv_heads) * head_dimension if spec.data.document_masks else 0
 
 
 def mask_memory(spec: RunSpec, layers: Iterable[MaskedLayer], samples: int) -> MaskMemory:
-    """Compute it for `samples` at once; nothing if the run has no document masks.
+    """Compute the memory of the masks for `samples` samples at once; zero if the run has no document masks.
 
-    The built-in decoder's blocks share one matrix [T,T] a sample. A Hugging Face decoder's share one of booleans, of
-    which torch makes one of numbers in every block.
+    The blocks of the built-in decoder share one matrix [T,T] per sample. The blocks of a Hugging Face decoder share a
+    boolean matrix, which torch converts to numbers in every block.
     """
     if not spec.data.document_masks:
         return NO_MASKS

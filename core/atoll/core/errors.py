@@ -1,8 +1,8 @@
 """The tree of errors that users, operators and peers see.
 
-Each class has a process exit code (sysexits) and a gRPC status, so that the mapping is in one place. A message
-says what happened and what it means; `remedy` says what to do, and front ends print it on its own line. The class
-name goes over the wire as `reason`.
+Each class has a process exit code (sysexits) and a gRPC status, so that the mapping is in one place. A message says
+what happened and what it means. `remedy` says what to do; front ends print it on its own line. The class name is sent
+over the wire as `reason`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ExitCode(IntEnum):
     FAILURE = 1
     USAGE = 2
     UNREACHABLE = 69  # the other side does not answer
-    RETRY = 75  # nothing wrong here; try again later
+    RETRY = 75  # nothing is wrong on this side; try again later
     REJECTED = 77  # token, certificate or membership refused
     CONFIG = 78  # configuration, data or key is unusable
 
 
 class AtollError(Exception):
-    """Root of the tree. `str()` is one sentence; `remedy` says what the reader can do."""
+    """Root of all errors. `str()` is one sentence; `remedy` says what the user can do."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -43,7 +43,7 @@ class AtollError(Exception):
 
 
 class UsageError(AtollError):
-    """The command was called wrongly."""
+    """The command was called with wrong arguments."""
 
     exit_code = ExitCode.USAGE
     grpc_status = "INVALID_ARGUMENT"
@@ -69,7 +69,7 @@ class CorpusError(ConfigError):
 
 
 class CorpusDiffers(CorpusError):
-    """The training text is usable, and is not the run's."""
+    """The training text is usable, but it is not the run's."""
 
 
 class PretrainedWeightsUnusable(ConfigError):
@@ -122,7 +122,7 @@ class DatabaseMissing(StateError):
 
 
 class BackupCorrupt(StateError):
-    """The file is not an intact archive of `atoll-coordinator backup`."""
+    """The file is not an intact archive made by `atoll-coordinator backup`."""
 
 
 class CheckpointCorrupt(StateError):
@@ -182,7 +182,7 @@ class CaMismatch(Rejected):
 
 
 class AuthorityReplaced(Rejected):
-    """The coordinator has a new certificate authority, and this side knows only the old one."""
+    """The coordinator has a new certificate authority, but this side knows only the old one."""
 
 
 class ClockSkew(Rejected):
@@ -202,7 +202,7 @@ class Banned(Rejected):
 
 
 class IdentityInUse(Rejected):
-    """Another process runs with this node's identity, as after a copy of its data directory."""
+    """Another process runs with this node's identity, for example from a copy of its data directory."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -234,7 +234,7 @@ class SignatureInvalid(Rejected):
 
 
 class ProtocolMismatch(Rejected):
-    """The other side speaks another major version of the protocol."""
+    """The other side uses another major version of the protocol."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -316,14 +316,17 @@ class PartInvalid(PeerMisbehaved):
 
 
 class ArithmeticDiffers(AtollError):
-    """This process computes other bits than the members of a run must, so its model would differ from theirs."""
+    """This process computes other bits than the members of a run, so its model would differ from theirs."""
 
     exit_code = ExitCode.CONFIG
     grpc_status = "FAILED_PRECONDITION"
 
 
 class MessageTooLarge(AtollError):
-    """A message of ours exceeds the limit of one frame, so it was not sent. A fault of this program, not of a peer."""
+    """A message of this node exceeds the limit of one frame and was not sent.
+
+    A fault of this program, not of a peer.
+    """
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
@@ -354,11 +357,11 @@ class P2pdDied(ChildDied):
 
 
 class TrainerOutOfMemory(ChildDied):
-    """The trainer ended because it got no more memory."""
+    """The trainer ended because no more memory was available."""
 
 
 class WeightsNotFinite(ChildDied):
-    """The trainer's weights are not finite: the hardware computes wrongly, or the run diverged."""
+    """The trainer's weights are not finite: the hardware has errors, or the run diverged."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,4 +1,4 @@
-"""Lock on a file that ends with its process. The file holds a text that names the holder."""
+"""Lock on a file, held until its process ends. The file contains a text that names the holder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FileLocked(Exception):
-    """Another process holds the lock; the text is what it wrote about itself."""
+    """Another process holds the lock. The text of this error is the holder's own description."""
 
 
 def lock_file(path: Path, holder: str) -> int:

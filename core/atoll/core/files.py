@@ -18,7 +18,7 @@ from atoll.core.errors import DataDirUnusable
 def make_private_dir(path: Path) -> Path:
     """Create `path` (and parents) durably with mode 0700, or restrict an existing directory of this user to 0700.
 
-    Raises `DataDirUnusable`, also for a directory that all users share (`/tmp` itself).
+    Raises `DataDirUnusable`, also for a directory that all users share, such as `/tmp`.
     """
     try:
         missing = list(itertools.takewhile(lambda parent: not parent.exists(), (path, *path.parents)))
@@ -46,7 +46,7 @@ def open_anonymous_file(name: str) -> int:
 
 
 def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
-    """Replace `path` so that it has either the old or the new bytes, for every reader and after a power cut.
+    """Replace `path` so that readers see either the old or the new bytes, also after a power cut.
 
     Writes a temporary file in the same directory, fsyncs it, renames it and fsyncs the directory. Raises
     `DataDirUnusable`.
@@ -66,9 +66,9 @@ def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644,
 
 
 def remove_unfinished(directory: Path, prefix: str) -> None:
-    """Remove what killed processes began to write by `write_atomic` under names with this prefix: it may be secret.
+    """Remove unfinished files of `write_atomic` with this prefix that killed processes left. They may contain secrets.
 
-    The caller holds the directory's lock.
+    The caller must hold the directory's lock.
     """
     for path in directory.glob(f".{prefix}*.tmp"):
         with contextlib.suppress(OSError):

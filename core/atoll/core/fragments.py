@@ -39,7 +39,7 @@ class Fragment:
 
 
 def fragment_count(wanted: int, layers: int, cuts: int = 0) -> int:
-    """Return the number of fragments: `wanted`, at least one per side of each of `cuts` cuts, at most one per layer."""
+    """Return the number of fragments: at least `wanted` and one per side of each of `cuts` cuts; at most the layers."""
     return min(max(wanted, cuts + 1), layers)
 
 
@@ -65,11 +65,11 @@ def split_into_fragments(offsets: tuple[int, ...], wanted: int, cuts: tuple[int,
 
 
 def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Minimise the sum of squares with the largest fragment bounded: dynamic programming over (fragments, layers)."""
+    """Minimise the sum of squares with a bound on the largest fragment: dynamic programming (fragments × layers)."""
     layers, largest = len(offsets) - 1, _smallest_largest_size(offsets, count, cuts)
     first_allowed = _earliest_starts(offsets, largest, cuts)
     best: list[int | None] = [0, *[None] * layers]  # minimum cost by number of layers
-    before: list[list[int]] = []  # by fragments and layers: first layer of the last fragment
+    before: list[list[int]] = []  # by number of fragments and layers: first layer of the last fragment
     for _ in range(count):
         ways: list[tuple[int, int] | None] = [None] * (layers + 1)
         for end in range(1, layers + 1):
@@ -97,7 +97,7 @@ def _smallest_largest_size(offsets: Sequence[int], count: int, cuts: tuple[int, 
 
 
 def _fragments_needed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
-    """Return how many fragments of at most `largest` elements are needed; more than the layers if impossible."""
+    """Return how many fragments of at most `largest` elements are needed; more than the layers if it is impossible."""
     first_allowed = _earliest_starts(offsets, largest, cuts)
     end, taken = len(offsets) - 1, 0
     while end > 0:

@@ -5,11 +5,11 @@
     | "AT" | 1      | kind | header bytes | body bytes | CRC-32   | header | body |
     +------+--------+------+--------------+------------+----------+--------+------+
 
-Big-endian. The header is a protobuf message; the body is raw bytes (a part, a slice of state). Lengths are
-checked before anything is allocated. libp2p or TLS already authenticates and encrypts. The checksum over header
-and body detects bugs, and truncated streams, which were observed to end without an error. On a direct TLS connection
-it covers the header only: no other program handles the bytes there, and a checksum of a body costs as much as its
-decryption.
+Big-endian. The header is a protobuf message; the body is raw bytes (a part, a slice of state). Lengths are checked
+before anything is allocated. libp2p or TLS already authenticates and encrypts. The checksum over header and body
+detects bugs and truncated streams; we observed truncated streams that ended without an error. On a direct TLS
+connection the checksum covers the header only: no other program handles the bytes there, and a checksum of a body costs
+as much as its decryption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FrameKind(IntEnum):
     PART = 2  # header: PartHeader; body: the encoded part
     BODY = 3  # header empty; body: bytes of a reply
     REFUSAL = 4  # header: Refusal; the sender closes the stream after it
-    END = 5  # empty; ends one conversation on a connection that carries several in turn
+    END = 5  # empty; ends one conversation on a connection that carries several in succession
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{what} did not answer in time")
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence:  # else a message is too large
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence:  # else: too large a message
         return errors.Busy(f"{what} is busy: {sentence}", "nothing is wrong here; try again in a minute")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.Rejected(f"{what} refused this request: {sentence}")
@@ -46,7 +46,7 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
 
 
 def _innermost_cause(sentence: str) -> str:
-    """Extract the cause from gRPC's message, which nests causes, the innermost last, with an errno in brackets."""
+    """Extract the cause from gRPC's message: the innermost cause is last, with an errno in brackets."""
     return re.sub(r" \(\d+\)$", "", sentence.rpartition(": ")[2]) or sentence
 
 

@@ -1,7 +1,7 @@
 """Statement of a node that its identity has a new key, signed with the old key and the new one.
 
-The old key's signature gives the membership away; the new key's shows that its owner takes it. The statement names the
-operator, so no other coordinator accepts it.
+The old key's signature gives the membership away. The new key's signature shows that its owner accepts it. The
+statement names the operator, so no other coordinator accepts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONTEXT = "identity-rotation"
 
 @dataclass(frozen=True)
 class Rotation:
-    """A verified statement. Public keys are raw Ed25519 keys of 32 bytes."""
+    """A verified statement. Public keys are raw 32-byte Ed25519 keys."""
 
     old_peer_id: str
     new_public_key: bytes

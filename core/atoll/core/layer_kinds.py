@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
-MAX_BLOCK_KINDS = 14  # with embedding and head: the number of layer times that a node's profile has
+MAX_BLOCK_KINDS = 14  # with embedding and head, this is the number of layer times that a node's profile can have
 
 
 def block_kind(number: int) -> str:
@@ -13,5 +13,5 @@ def block_kind(number: int) -> str:
 
 
 def is_block(kind: str) -> bool:
-    """Return whether a layer of that kind is a block, so neither embedding nor head."""
+    """Return whether a layer of that kind is a block, which is neither embedding nor head."""
     return kind == BLOCK or kind.startswith(f"{BLOCK}-")

@@ -1,13 +1,12 @@
 """Timeouts that are learned from observed durations instead of configured. Pure.
 
-A timeout is a floor plus the median of the last durations plus k times their median absolute deviation (MAD), with at
-least twice the median in place of the last two terms. A ceiling bounds it. Until there are enough observations, it is
-what another node gave this phase, or the ceiling. Median and MAD are robust against single slow rounds. A timeout that
+A timeout is a floor plus the larger of two values: twice the median of the last durations, or the median plus k times
+their median absolute deviation (MAD). A ceiling bounds it. Until there are enough observations, the timeout is the one
+that another node gave this phase, or the ceiling. Median and MAD are robust against single slow rounds. A timeout that
 is too long costs some seconds once; one that is too short costs a live member its vote in the next round.
 
-A missed timeout doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5). Without that, a link that
-became slow would fail again and again. If the round went on without the peers that missed it, the timeout doubles once
-only.
+A missed timeout doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5). Otherwise a link that
+became slow would fail repeatedly. If the round continued without the late peers, the timeout doubles only once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_MAD_TO_SIGMA = 1.4826  # factor for a normal distribution
 _K = 8.0
 _ENOUGH = 3  # observations before the estimate replaces the ceiling
 _WINDOW = 31
@@ -47,7 +46,7 @@ class LearnedDeadline:
         self._backoff = min(2 * self._backoff, _MAX_BACKOFF) if failed else 2.0
 
     def suggest(self, seconds: float) -> None:
-        """Record the timeout that another node gave this phase; it holds until there are enough observations here."""
+        """Record the timeout that another node gave this phase. It is used until there are enough observations here."""
         self._suggested = seconds
 
     @property

@@ -24,7 +24,7 @@ class TextWriter(Protocol):
 
 
 class _LossyStderr:
-    """Standard error that drops a line it cannot write (full disk, closed pipe), so that the program goes on."""
+    """Standard error that drops lines it cannot write (full disk, closed pipe), so that the program continues."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -46,7 +46,7 @@ def configure(
 ) -> None:
     """Set up this process's logs. Every line contains the `bound` values (node, run).
 
-    `file` gets each line as JSON, too; with `file_only`, standard error gets none.
+    `file` also gets each line as JSON. With `file_only`, standard error gets no lines.
     """
     human = sys.stderr.isatty() if output == "auto" else output == "console"
     shared: list[Any] = [
@@ -67,7 +67,7 @@ def configure(
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(number, logging.WARNING), stream=_LossyStderr(), force=True)
-    if file is not None and not file_only:  # else standard error goes to the file
+    if file is not None and not file_only:  # with `file_only`, standard error already goes to the file
         logging.getLogger().addHandler(logging.StreamHandler(file))
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
@@ -103,7 +103,7 @@ def get(component: str) -> structlog.stdlib.BoundLogger:
 def json_line_formatter(colors: bool) -> Callable[[str], str]:
     """Return a function that formats a JSON log line for people, in local time.
 
-    Other lines lose what controls a terminal.
+    Control characters are removed from other lines.
     """
     console = _console(colors)
 

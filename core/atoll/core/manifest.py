@@ -4,9 +4,10 @@ This module makes and verifies two kinds of signatures, and checks manifests fro
 
 - a vote, over payload and ballot: a majority of the seats' votes commits the manifest. The coordinator's vote is signed
   with the operator's key;
-- an attestation, over the payload: a member computed this result and holds it. It convinces seats and decides nothing.
+- an attestation, over the payload: a member computed this result and holds it. Seats require attestations before they
+  vote; an attestation is no vote.
 
-Each has a context of its own, so none can stand for the other.
+Each kind has its own signature context, so one cannot be used as the other.
 """
 
 from __future__ import annotations
@@ -69,12 +70,15 @@ class Head:
 
     @cached_property
     def present(self) -> frozenset[str]:
-        """Members that held the round's average at its end and stay."""
+        """Members that reported their parts at the round's end and stay."""
         return frozenset(item.peer_id for item in self.manifest.contributions if item.present)
 
     @cached_property
     def seats(self) -> tuple[str, ...]:
-        """Who decides the next round, in the order of opening. Raises `PeerMisbehaved` if it names no contribution."""
+        """The seats of the next round, in the order of opening.
+
+        Raises `PeerMisbehaved` if a seat is not a contributor.
+        """
         made = self.manifest.contributions
         if any(place >= len(made) for place in self.manifest.seats):
             raise PeerMisbehaved("a manifest gives a seat to somebody who did not take part")
@@ -93,7 +97,7 @@ class Head:
 
 
 def changed_layers(manifest: manifest_pb2.Manifest) -> range:
-    """Return the layers that the round changed; all at genesis. Raises `PeerMisbehaved` if not consecutive."""
+    """Return the layers that the round changed (genesis: all). Raises `PeerMisbehaved` if they are not consecutive."""
     changed = [place for place, layer in enumerate(manifest.layers) if layer.round == manifest.round.number]
     if not changed or changed != list(range(changed[0], changed[-1] + 1)):
         raise PeerMisbehaved("the layers that a manifest changes are not consecutive")
@@ -130,10 +134,10 @@ def verify_attestation(payload: bytes, attestation: pb.Signed) -> str:
 
 
 def half_attest(contributions: Iterable[manifest_pb2.Contribution], said: Set[str]) -> bool:
-    """Return whether as many attest as half of those that had trained something, and no stranger does.
+    """Return whether attestations come from contributors only, and from at least half of those with a weight.
 
-    The rule for results of which it is not known who holds their layers: whoever contributes holds them. Members on
-    probation may attest, and do not count.
+    This rule is for results whose holders are unknown: every contributor counts as a holder. Members on probation may
+    attest but do not count.
     """
     contributions = list(contributions)
     counted = {item.peer_id: item.weight > 0 for item in contributions if not item.on_probation}
@@ -191,7 +195,7 @@ def verify_votes(head: Head) -> None:
 
 
 def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
-    """Return the manifest and its votes without unknown fields or payloads in the votes, which nothing signs."""
+    """Return the manifest and its votes without unknown fields and payloads in votes, which no signature covers."""
     kept = manifest_pb2.CommittedManifest()
     kept.CopyFrom(committed)
     kept.DiscardUnknownFields()
@@ -201,7 +205,7 @@ def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> 
 
 
 def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
-    """Raise `SignatureInvalid` unless the votes on `head` commit it. `electorate` decides its round."""
+    """Raise `SignatureInvalid` unless the votes on `head` are a quorum of `electorate`, which decides its round."""
     votes = head.signers
     if operator_key and peer_id_of(operator_key) in votes:
         votes |= {COORDINATOR}

@@ -1,9 +1,9 @@
 """Bounds on the number of entries in a serialised message, checked before it is parsed.
 
-An empty message inside another one takes two bytes on the wire and some hundred in memory. So a message within its
-limit of bytes can still take a hundred times that, and seconds. `parse_bounded` counts the fields on the wire, those
-of nested messages included, and parses the message only if there are few. A message too short to have too many is
-parsed at once.
+An empty message inside another one takes two bytes on the wire and some hundred in memory. So a message within its byte
+limit can still take a hundred times as much memory, and seconds to parse. `parse_bounded` counts the fields on the
+wire, including nested messages, and parses the message only if there are few. A message too short for too many fields
+is parsed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _M = TypeVar("_M", bound=Message)
 def parse_bounded(kind: type[_M], data: bytes, max_entries: int) -> _M:
     """Parse a message that has at most `max_entries` fields in all. Raises `PeerMisbehaved`.
 
-    Elements of packed lists count as one for each byte.
+    Packed lists count one entry per byte.
     """
     if len(data) > MIN_FIELD_BYTES * max_entries:
         _Scan(data, max_entries, str(kind.DESCRIPTOR.name)).check(kind.DESCRIPTOR)

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-EARLY_METRICS_ROUNDS = 16  # all members report a round while its opener does; the coordinator ignores later ones
+EARLY_METRICS_ROUNDS = 16  # members report a round when its opener does; the coordinator ignores rounds further ahead

@@ -1,9 +1,9 @@
 """Memory estimates for a trainer of a whole model, from the spec and the layer table alone. Pure: no torch.
 
-Parameters and gradients are fp32. The layer table does not contain what backward needs. For decoders it follows from
-the number of multiplications, which the table contains. The constants were counted on `node/model/llama.py`, and on an
-H100 (`benchmarks/results/gpu_hour.json`). Nodes refuse a model by these figures, and the coordinator predicts with
-them. `node/model/memory_estimate.py` estimates stages.
+Parameters and gradients are fp32. The layer table does not contain the activations that backward needs. For decoders
+they follow from the number of multiplications, which the table contains. The constants were counted on
+`node/model/llama.py`, and on an H100 (`benchmarks/results/gpu_hour.json`). Nodes use these figures to refuse a model,
+and the coordinator uses them for predictions. `node/model/memory_estimate.py` estimates stages.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import plan_pb2
 
-FLAT_COPIES = 6  # weights, gradients, anchor, weights at the snapshot, AdamW's two moments (Muon has one): fp32 each
+FLAT_COPIES = 6  # weights, gradients, anchor, weights at the snapshot, AdamW's two moments (Muon has one), each fp32
 LOGITS = 3  # logits, their log-softmax, its gradient
-_ROUNDING = 1.03  # what allocations are rounded up by, and small tensors that are not counted
-CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
-STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is alone
+_ROUNDING = 1.03  # factor for rounding of allocations and for small tensors
+CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient that are on the device at once
+STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is stepped alone
 _STACKED_BYTES = 16  # per element of the matrices that Muon steps at once on a GPU: updates, bf16 copies, products
 _ALONE_BYTES = 20  # per element of the largest matrix on a CPU: update, two iterates and two products in fp32
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """What the blocks of a whole model keep from forward to backward, bytes per token."""
+    """Activations of a whole model's blocks from forward to backward, in bytes per token."""
 
     kept: float  # by a block
-    moving: float  # gradients of a block's widest tensors, which exist at once
+    moving: float  # gradients of a block's widest tensors, which exist at the same time
     width: int  # D
     blocks: int
 
     def peak(self, vocabulary: int, *, checkpointing: bool) -> float:
-        """Bytes per token in backward at worst: at the logits, or in a block."""
+        """Largest number of bytes per token during backward: at the logits, or in a block."""
         head = FP32_BYTES * LOGITS * vocabulary + 10 * self.width
         if not checkpointing:
             return self.blocks * self.kept + max(head, self.moving)
@@ -44,10 +44,10 @@ class BlockActivations:
 
 
 def built_in_activations(shape: ModelShape, *, half_precision: bool, cuda: bool) -> BlockActivations:
-    """Count what the built-in decoder keeps.
+    """Count the activations of the built-in decoder.
 
-    The residual stream is fp32, and the input of each of a block's two norms is kept. In half precision each matrix
-    keeps a converted copy of its input. On a CPU, torch computes a norm in steps, and keeps what is between them.
+    The residual stream is fp32, and the input of each of a block's two norms is kept. In half precision, each matrix
+    keeps a converted copy of its input. On a CPU, torch computes a norm in steps and keeps the intermediate values.
     """
     element = FP32_BYTES // 2 if half_precision else FP32_BYTES
     widths = (24 if half_precision else 26) + (0 if cuda else 6)
@@ -59,8 +59,8 @@ def built_in_activations(shape: ModelShape, *, half_precision: bool, cuda: bool)
 def replica_memory_bytes(table: plan_pb2.LayerTable, spec: RunSpec, samples: int) -> int:
     """Estimate the memory of a trainer of all layers of any decoder, bytes.
 
-    Counted on Llama, GPT-NeoX and Mixtral. Elements that are kept are about twice the outputs of a block's matrices:
-    each output, and what is made of it. Experts compute in fp32, and AdamW steps them.
+    Counted on Llama, GPT-NeoX and Mixtral. A block keeps about twice the outputs of its matrices: each output, and a
+    tensor computed from it. Experts compute in fp32, and AdamW steps them.
     """
     length, section = spec.data.sequence_length, spec.optimizer
     half_precision = section.precision != "fp32"
@@ -82,12 +82,12 @@ def replica_memory_bytes(table: plan_pb2.LayerTable, spec: RunSpec, samples: int
 
 
 def _persistent_and_working(flat: int, working: int, trained: int) -> int:
-    """Add up a trainer's bytes: `flat` fp32 elements, and what a step or else a pseudo-gradient needs."""
+    """Add up a trainer's bytes: `flat` fp32 elements, and the larger need of a step or a pseudo-gradient."""
     return FP32_BYTES * flat + max(working, FP32_BYTES * min(trained, CHUNK_ELEMENTS))
 
 
 def _working_bytes(spec: RunSpec, samples: int, activations: BlockActivations, vocabulary: int, multiplied: int) -> int:
-    """Count what a step needs besides what persists. `multiplied`: elements of the matrices, for converted copies."""
+    """Count the bytes of a step beyond persistent ones. `multiplied`: elements of matrices with converted copies."""
     tokens, section = samples * spec.data.sequence_length, spec.optimizer
     converted = FP32_BYTES // 2 * multiplied if section.precision != "fp32" else 0
     peak = _ROUNDING * tokens * activations.peak(vocabulary, checkpointing=section.activation_checkpointing)
@@ -98,7 +98,7 @@ def _working_bytes(spec: RunSpec, samples: int, activations: BlockActivations, v
 
 
 def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cuda: bool = False) -> int:
-    """Estimate the memory for training all layers of the built-in decoder, `samples` samples at once, bytes."""
+    """Estimate the bytes for training all layers of the built-in decoder, with `samples` samples at once."""
     section = spec.optimizer
     activations = built_in_activations(shape, half_precision=section.precision != "fp32", cuda=cuda)
     matrix = shape.vocabulary * shape.dimension
@@ -108,7 +108,7 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cud
     blocks = 1 if section.activation_checkpointing else shape.layers
     masks = mask_memory(spec, layer_table(spec, shape).layers, samples).of(blocks)
     working = _working_bytes(spec, samples, activations, shape.vocabulary, in_blocks + matrix)
-    working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient, before it is added
+    working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient before it is added
     if section.name == "muon":
         alone = _ALONE_BYTES * shape.dimension * shape.hidden_dimension
         working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS) if cuda else alone)

@@ -1,6 +1,6 @@
 """Size of a run's model: parameters, memory, disk, download. Estimates without torch.
 
-They are lower bounds where something is not known yet, so that no node is refused that could train.
+Where a value is unknown, they are lower bounds, so that no node that could train is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ _LEAST_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What all layers of a model take."""
+    """The size of all layers of a model."""
 
     parameters: int
     largest_layer_bytes: int  # of memory, with its gradient
     training_bytes: int  # of memory, for all layers
 
     def share_that_fits(self, memory_bytes: int) -> float:
-        """Which part of the layers this much memory trains, about; 1: all. Raises `ModelTooLarge` if none fits."""
+        """The share of the layers that this much memory can train, about; 1: all.
+
+        Raises `ModelTooLarge` if none fits.
+        """
         if self.largest_layer_bytes > memory_bytes:
             raise ModelTooLarge(
                 f"the model is too large for this device: one layer needs about "
@@ -38,12 +41,12 @@ class ModelSize:
         return min(1.0, memory_bytes / max(1, self.training_bytes))
 
     def checkpoint_bytes(self, share: float = 1.0) -> int:
-        """A checkpoint of a share of the layers, on disk."""
+        """Bytes on disk of a checkpoint of a share of the layers."""
         return int(STATE_BYTES * self.parameters * share)
 
 
 def model_size(spec: RunSpec, layers: plan_pb2.LayerTable | None, *, cuda: bool = False) -> ModelSize | None:
-    """Compute the size from the run's layer table, or from the spec alone. None: only a trainer can tell.
+    """Compute the size from the run's layer table, or from the spec alone. None if only a trainer can determine it.
 
     Raises `UnsupportedModel`.
     """

@@ -1,7 +1,7 @@
-"""The `[model]` section of a run spec: the built-in decoder, or a Hugging Face architecture by its configuration.
+"""The `[model]` section of a run spec: the built-in decoder, or the configuration of a Hugging Face model.
 
-A configuration is untrusted data. The checks here need no library: form, size, and that it names neither code nor
-anything to fetch. Nodes check whether `transformers` knows its keys.
+A configuration is untrusted data. These checks need no library: form, size, and that it names no code and nothing to
+fetch. Nodes check whether `transformers` knows its keys.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = (
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_CONFIG_DEPTH = 3
-MAX_CONFIG_INTEGER = 2**24  # above every known size or window, and small enough to allocate a vector
+MAX_CONFIG_INTEGER = 2**24  # above every known size or window, but small enough to allocate a vector
 MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head the planner's limit of layers
 MAX_CONFIG_EXPERTS = 4096  # parts of a block, such as experts
 MAX_BASE_FILES = 1024
 
 _KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
-_TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds, never paths or repositories
+_TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds; no paths or repositories
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FORBIDDEN_KEY_PARTS = (
     "auto_map",

@@ -1,4 +1,4 @@
-"""Typed reasons why a node ended, is paused, waits or lags (`NodeReason`), and their words for people."""
+"""Typed reasons why a node ended, is paused, waits or is slow (`NodeReason`), and their words for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "NODE_REASON_"
 
 
 def is_failure(reason: int) -> bool:
-    """Whether a node with this reason failed; else it ended as somebody wished, or did not end."""
+    """Whether a node with this reason failed. Otherwise it ended on purpose, or has not ended."""
     return reason in _FAILURES
 
 
@@ -30,7 +30,7 @@ def reason_words(reason: int) -> str:
 
 
 def telling_words(reason: int) -> str:
-    """Words for a reason that adds to the node's state; else empty."""
+    """Words for a reason that adds to the node's state; empty if the state says the same."""
     return "" if reason in _SAID_BY_STATE else reason_words(reason)
 
 

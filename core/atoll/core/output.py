@@ -37,11 +37,11 @@ def _print_version(wanted: bool) -> None:
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
 ]
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs")]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="result format: text, or JSON for programs")]
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Print a versioned object on stdout. `version` grows if a key changes its meaning, not for a new key."""
+    """Print a versioned object on stdout. `version` increases if a key changes its meaning, not for a new key."""
     print(json.dumps({"version": JSON_VERSION, **document}, indent=2, ensure_ascii=False))
 
 
@@ -51,7 +51,7 @@ def print_json_line(document: Mapping[str, object]) -> None:
 
 
 def print_json_rows(document: Mapping[str, object], key: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Print one versioned object whose last key has many rows, one a line, as they come."""
+    """Print one versioned object whose last key is a list, one row per line, as the rows come."""
     head = json.dumps({"version": JSON_VERSION, **document, key: []}, ensure_ascii=False)
     print(head.removesuffix("]}"), end="")
     for index, row in enumerate(rows):
@@ -76,7 +76,7 @@ def ask_interactively(question: Callable[[], Answer]) -> Answer:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print prose for people on stderr, so that stdout has data only."""
+    """Print prose on stderr, so that stdout contains data only."""
     print(wrap_for_terminal(text, sys.stderr), file=sys.stderr)
 
 

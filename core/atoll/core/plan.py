@@ -2,7 +2,7 @@
 
 A plan assigns a span of layers to each member, orders members into routes that cover all layers once, and names the
 base of the run's history: the manifest that the rounds under it build on. A member without a place on a route is a
-standby. Nodes follow the plan with the highest version that they verified.
+standby. Nodes follow the verified plan with the highest version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from atoll.core.quorum import COORDINATOR, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
-RouteName = tuple[int, int]  # version of the plan in which the route began, and its number among all that ever began
+# version of the plan in which the route began, and its number among all routes that ever began
+RouteName = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Base:
     """The manifest on which a run's valid history builds: genesis, or the one that the operator recovered to."""
 
     manifest_hash: bytes
-    seats: tuple[str, ...]  # that decide the next round, in the order of opening
+    seats: tuple[str, ...]  # the seats of the next round, in the order of opening
     round: int = 0
     since_version: int = 1  # the plan that set it
 
@@ -64,7 +65,8 @@ class Plan:
     reason: str = ""
     former: tuple[str, ...] = ()  # peer ids of former members; they may hold state that members lack
     names: tuple[RouteName, ...] = ()  # by route; empty: all routes begin with this plan
-    routes_begun: int = 0  # under this plan and earlier ones; a new route's number is the next; 0: not counted
+    # number of routes started under this and earlier plans; a new route gets the next number; 0: not counted
+    routes_begun: int = 0
 
     def name_of(self, number: int) -> RouteName:
         """Return the name of route `number` in messages. It stays the same while plans do not change the route."""
@@ -120,8 +122,8 @@ class Plan:
     def accepts(self, head: Head) -> bool:
         """Return whether `head` is in the valid history: the base, or a later round of its epoch.
 
-        A manifest has the epoch of the plan that it was made under, and is made on a head of that epoch or on the base
-        only. So rounds that a recovery made void stay void, and so does whatever builds on them.
+        A manifest has the epoch of its plan, and builds only on a head of that epoch or on the base. So rounds that a
+        recovery made void stay void, and so do all rounds that build on them.
         """
         if head.round <= self.base.round:
             return head.hash == self.base.manifest_hash
@@ -132,7 +134,10 @@ class Plan:
         return self.base.seats if head.hash == self.base.manifest_hash else head.seats
 
     def openers(self, head: Head) -> tuple[str, ...]:
-        """Return the members that may open the round after `head`, in their order: attempt k is opened by the k-th."""
+        """Return the members that may open the round after `head`, in order.
+
+        Attempt k is opened by the k-th, modulo their number.
+        """
         return tuple(peer for peer in self.seats(head) if peer in self._by_peer)
 
     def electorate(self, head: Head) -> Electorate:
@@ -140,12 +145,12 @@ class Plan:
         return Electorate(frozenset(self.seats(head)))
 
     def can_decide(self, head: Head) -> bool:
-        """Return whether its members can commit the round after `head`, with the coordinator's vote if need be."""
+        """Return whether its members, with the coordinator's vote if necessary, can commit the round after `head`."""
         return self.electorate(head).decides((*self.members, COORDINATOR))
 
     @cached_property
     def by_uplink(self) -> tuple[str, ...]:
-        """Members in the order in which they get free seats: by their share of reducing, then by peer id."""
+        """Members in the order in which they get free seats: by reduce share, then by peer id."""
         ordered = sorted(self.assignments, key=lambda item: (-item.max_reduce_bytes_per_second, item.peer_id))
         return tuple(item.peer_id for item in ordered)
 
@@ -155,7 +160,7 @@ class Plan:
         return frozenset(item.peer_id for item in self.assignments if item.on_probation)
 
     def without_probation(self, peers: Set[str]) -> frozenset[str]:
-        """Those of `peers` whose number counts: attackers on probation may be many."""
+        """The `peers` that are not on probation. Attackers on probation may be many, so only the others count."""
         return frozenset(peers - self.on_probation)
 
     def assignment(self, peer_id: str) -> Assignment | None:

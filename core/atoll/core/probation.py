@@ -1,10 +1,10 @@
-"""Members on probation: what they may weigh together, until the operator vouches for them. Pure.
+"""Members on probation: the weight that they may have together, until the operator vouches for them. Pure.
 
-Nobody knows yet whether such a member trains. A thousand of them may be one attacker (Douceur, "The Sybil Attack",
-IPTPS 2002), so their number must not count. In a round all of them together weigh at most a third of what the other
-contributors weigh, which is a quarter of the sum. Their tokens do not count towards the run: so they hurry neither a
-round nor the schedule. Screening judges the size of an update by what was trained, and not by the smaller weight: by
-`judged_tokens`, which is at most what the hardest working of the others trained.
+It is unknown whether such a member trains. A thousand of them may be one attacker (Douceur, "The Sybil Attack", IPTPS
+2002), so their number must not count. In a round, all of them together weigh at most a third of the other contributors,
+which is a quarter of the sum. Their tokens do not count towards the run, so they cannot make rounds or the schedule
+faster. Screening judges the size of an update by the tokens trained, not by the reduced weight: `judged_tokens`, which
+is at most the largest count among the others.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ OTHERS_PER_PROBATION = 3  # weight of the others for one unit of weight on proba
 
 
 def allowed_on_probation(weights: Sequence[int], on_probation: Sequence[bool]) -> int:
-    """What the contributions on probation may weigh together."""
+    """The weight that all contributions on probation may have together."""
     return sum(weight for weight, it in zip(weights, on_probation, strict=True) if not it) // OTHERS_PER_PROBATION
 
 
 def limit_weights(weights: Sequence[int], on_probation: Sequence[bool]) -> list[int]:
     """The weights, with those on probation cut to one level so that they keep to `allowed_on_probation`.
 
-    Whoever claims less than the level keeps all of its weight. So a large claim takes nothing from a small one. None
+    A member that claims less than the level keeps its weight, so a large claim takes nothing from a small one. None
     weighs more than the heaviest of the others.
     """
     left = allowed_on_probation(weights, on_probation)
@@ -40,7 +40,7 @@ def limit_weights(weights: Sequence[int], on_probation: Sequence[bool]) -> list[
 
 
 def keeps_to_limit(contributions: Iterable[manifest_pb2.Contribution]) -> bool:
-    """Whether the contributions on probation weigh no more than they may, and are judged by no more tokens."""
+    """Whether contributions on probation keep to their weight limit and to the limit of their `judged_tokens`."""
     made = list(contributions)
     weights = [item.weight for item in made]
     told = sum(item.weight for item in made if item.on_probation)

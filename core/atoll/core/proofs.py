@@ -1,9 +1,9 @@
 """Proofs of misbehaviour: evidence that anybody can check, which names one member. No I/O.
 
-So far there is one kind. A seat that votes twice in one ballot can let two results of one round commit, which is a
-*fork* (docs/explain/rounds.md). Both votes carry its signature, so two committed manifests of one round and one ballot
-prove who did it: whoever signed both. A seat that keeps its rules never casts a second vote in a ballot, whatever
-crashes or is restored, because its first one is on disk before it is sent.
+So far there is one kind. If seats vote twice in one ballot, two results of one round can commit, which is a *fork*
+(docs/explain/rounds.md). Both votes have the seat's signature. So two committed manifests of one round and ballot
+convict every key that signed both. An honest seat never votes twice in a ballot, even after a crash or a restore,
+because its vote is on disk before it is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOUBLE_VOTE = "double-vote"
 
 @dataclass(frozen=True)
 class Breach:
-    """What a verified proof shows."""
+    """The content of a verified proof."""
 
     culprit: str  # peer id
     kind: str
@@ -38,9 +38,9 @@ class Breach:
 
 
 def double_votes(first: Head, second: Head) -> tuple[bytes, ...]:
-    """Serialised proofs against all who signed both of these committed manifests, if these contradict each other.
+    """Serialised proofs against all signers of both committed manifests, if the manifests contradict each other.
 
-    There is none if they are of different rounds or ballots, or the same. The signatures must have been verified.
+    Empty if they have different rounds or ballots, or are equal. The signatures must have been verified before.
     """
     same_place = (_place(first.manifest), first.ballot) == (_place(second.manifest), second.ballot)
     if not same_place or first.hash == second.hash:
@@ -65,7 +65,7 @@ def double_votes(first: Head, second: Head) -> tuple[bytes, ...]:
 
 
 def verify_proof(data: bytes) -> Breach:
-    """What a proof shows. Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid` if it shows nothing."""
+    """The content of a proof. Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid` if it proves nothing."""
     if len(data) > MAX_PROOF_BYTES:
         raise PeerMisbehaved(f"a proof has at most {MAX_PROOF_BYTES} bytes; this one has {len(data)}")
     try:
@@ -84,7 +84,10 @@ def proof_id(data: bytes) -> str:
 
 
 def _place(manifest: manifest_pb2.Manifest) -> tuple[object, ...]:
-    """What both results must share: a second run of the same name, or a recovery, may decide a round again."""
+    """The fields that two results must share to contradict each other.
+
+    Another run or epoch may decide a round again.
+    """
     return manifest.round.run_id, manifest.round.number, manifest.previous_hash, manifest.epoch
 
 
@@ -102,7 +105,7 @@ def _verify_double_vote(votes: wire.DoubleVote) -> Breach:
 
 
 def _round_of_two_results(first: bytes, second: bytes) -> pb.RoundId:
-    """The round for which both manifests are. Raises for two that one node may vote for."""
+    """The round of both manifests. Raises an error if one node may vote for both."""
     try:
         one, other = (manifest_pb2.Manifest.FromString(payload) for payload in (first, second))
     except DecodeError as error:

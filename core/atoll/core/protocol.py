@@ -15,7 +15,7 @@ def ours() -> pb.ProtocolVersion:
 
 
 def check(theirs: pb.ProtocolVersion, who: str) -> None:
-    """Raise `ProtocolMismatch` if `who` speaks another major version."""
+    """Raise `ProtocolMismatch` if `who` uses another major version."""
     if theirs.major != MAJOR:
         older = "older" if theirs.major < MAJOR else "newer"
         raise ProtocolMismatch(

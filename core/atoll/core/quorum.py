@@ -1,14 +1,14 @@
 """Who decides a round, how many votes commit it, and which earlier result a new attempt must propose. Pure.
 
 Every committed manifest names the *seats* that decide the next round: up to seven members that were present, in the
-order in which they may open it. Where that number is even, the coordinator has one more seat, so it is always odd. A
-result commits with the votes of a strict majority of the seats. Any two majorities share a seat, so two results of one
-round cannot both commit.
+order in which they may open it. If their number is even, the coordinator has one more seat, so the number of seats is
+always odd. A result commits with the votes of a strict majority of the seats. Any two majorities share a seat, so two
+results of one round cannot both commit.
 
-Each round is one instance of single-decree Paxos (Lamport, "Paxos Made Simple", 2001), and its acceptors are chosen by
-the instance before it, as in §4 of "Reconfiguring a State Machine" (Lamport, Malkhi, Zhou, 2010) with α = 1: round n+1
-begins only on a committed round n. An attempt is a ballot: its opener is the only proposer, and proposes at most one
-result in it. `must_propose` is the proposer's rule.
+Each round is one instance of single-decree Paxos (Lamport, "Paxos Made Simple", 2001). The previous instance chooses
+its acceptors, as in §4 of "Reconfiguring a State Machine" (Lamport, Malkhi, Zhou, 2010) with α = 1: round n+1 begins
+only on a committed round n. An attempt is a ballot: its opener is the only proposer, and proposes at most one result in
+it. `must_propose` is the proposer's rule.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from atoll.v1 import dataplane_pb2 as dp
 
-COORDINATOR = "coordinator"  # the name of its seat; no peer id looks like that
+COORDINATOR = "coordinator"  # the name of the coordinator's seat; no peer id has this form
 MAX_SEATS = 7  # of members
 MARK_BYTES = 8
-MARKS_KEPT = 4  # two are needed: that of the head, and that of the round which comes next
+MARKS_KEPT = 4  # two are needed: the head's mark and the next round's mark
 
 
 class Ballot(NamedTuple):
-    """Order of an attempt in Paxos: all attempts under a newer plan are higher than those under an older one."""
+    """Order of an attempt in Paxos: an attempt under a newer plan is higher than any under an older plan."""
 
     plan_version: int
     attempt: int
@@ -47,8 +47,8 @@ class Electorate:
 def next_seats(before: Iterable[str], present: Collection[str], ranked: Iterable[str]) -> tuple[str, ...]:
     """Return the seats of the next round, in the order of opening.
 
-    Those of `before` that are `present` stay, in their order. The first of `ranked` get what is free. Raises
-    `ValueError` if nobody is present.
+    Seats in `before` that are `present` stay, in their order. The first of `ranked` get the free seats. Raises
+    `ValueError` if `present` is empty.
     """
     if not present:
         raise ValueError("a round needs somebody who is present to decide the next one")
@@ -65,17 +65,17 @@ class LastVote:
 
     @cached_property
     def payload(self) -> bytes:
-        """The serialised manifest that it is for."""
+        """The serialised manifest that the vote is for."""
         return dp.Proposal.FromString(self.proposal).payload
 
 
 def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]) -> LastVote | None:
     """Return the earlier vote whose result a new attempt must propose, or None if it may propose a new one.
 
-    `promised` has the seats that promised not to vote in earlier attempts, with their last votes. All votes in the
-    highest ballot are for one result. If any result was committed, it is that one, and whoever voted for it then voted
-    for nothing else since. So it need not be proposed where those whose last vote is for it, in whichever ballot, and
-    the seats that did not promise are no majority.
+    `promised`: the seats that promised not to vote in earlier attempts, with their last votes. All votes in the highest
+    ballot are for one result. If any result was committed, it is that one, and no seat that voted for it then voted for
+    another result since. So the result need not be proposed if it cannot have a majority: the seats whose last vote is
+    for it, in any ballot, plus the seats that did not promise.
     """
     votes = {peer: vote for peer, vote in promised.items() if vote is not None}
     if not votes:
@@ -87,7 +87,7 @@ def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]
 
 
 class Promised(NamedTuple):
-    """How far a node's promises and votes have come. Within one epoch they are ordered like this."""
+    """The extent of a node's promises and votes. Within one epoch, a later state compares higher."""
 
     number: int  # of the round
     ballot: Ballot
@@ -96,20 +96,20 @@ class Promised(NamedTuple):
 
 @dataclass(frozen=True)
 class VoteRecord:
-    """This node's promise and vote at one round number. It is on disk before a peer hears of it.
+    """This node's promise and vote at one round number. It is written to disk before a message is sent.
 
-    At every head a node draws a random mark, which the next manifest holds for it. So a record that does not know the
-    mark of the head is not the newest one of its node.
+    At every head a node draws a random mark, which the next manifest contains. So a record that lacks the mark in the
+    head is not the node's newest record.
     """
 
     number: int
     head_hash: bytes  # the manifest that the round builds on
     promised: Ballot  # this node does not vote in earlier attempts
     voted: LastVote | None = None
-    marks: tuple[bytes, ...] = ()  # of the last rounds that this node took part in, the newest last
-    complete: bool = True  # False: it may have voted at this round before, so it abstains
+    marks: tuple[bytes, ...] = ()  # of the last rounds in which this node took part, the newest last
+    complete: bool = True  # False: this node may have voted at this round before, so it abstains
 
     @property
     def newest(self) -> Promised:
-        """What a node has promised and voted for at most, if this is its record."""
+        """The highest promise and vote that a node with this record has made."""
         return Promised(self.number, self.promised, self.voted is not None and self.voted.ballot == self.promised)

@@ -1,9 +1,9 @@
-"""What a run trains with where its spec leaves that to Atoll: optimiser, rates, weight decay, outer step. Pure.
+"""Default training settings of a run whose spec does not set them: optimiser, rates, weight decay, outer step. Pure.
 
-A model that begins at random weights trains with Muon and an outer step with little momentum. One that begins at
-pretrained weights trains with AdamW, since those were most likely trained with it. The values were measured with small
-models (docs/adr/0013); the rule for the width is that of updates whose spectral norm does not grow with it (Yang et
-al. 2023, arXiv:2310.17813): elements of Muon's updates have one size, so the rate falls with the root of the width.
+A model with random initial weights trains with Muon and an outer step with little momentum. A model with pretrained
+weights trains with AdamW, because the weights were probably trained with it. The values were measured with small models
+(docs/adr/0013); the rule for the width keeps the spectral norm of updates constant (Yang et al. 2023,
+arXiv:2310.17813). Elements of Muon's updates have a constant size, so the rate falls with the square root of the width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MUON_RATE = 0.1  # at a width of 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """Numbers that belong together."""
+    """Settings that belong together."""
 
     optimizer: Literal["adamw", "muon"]
     learning_rate: float  # the peak
@@ -34,17 +34,17 @@ class Recipe:
 
 
 def recipe_for(model: ModelSection | HuggingFaceModel, optimizer: Literal["auto", "adamw", "muon"]) -> Recipe:
-    """The recipe for a model; `optimizer` may be chosen already."""
+    """The recipe for a model, if `optimizer` is "auto" or already chosen."""
     if optimizer == "auto":
         optimizer = "adamw" if isinstance(model, HuggingFaceModel) and model.base is not None else "muon"
     if optimizer == "adamw":
         return Recipe("adamw", 2e-3, 0.1, outer_learning_rate=0.7, outer_momentum=0.8)
-    rate = float(f"{_MUON_RATE / math.sqrt(width_of(model)):.2g}")  # few digits, for people
+    rate = float(f"{_MUON_RATE / math.sqrt(width_of(model)):.2g}")  # few digits, because people read it
     return Recipe("muon", rate, 0.2, outer_learning_rate=1.0, outer_momentum=0.5)
 
 
 def width_of(model: ModelSection | HuggingFaceModel) -> int:
-    """The length of the vectors between the layers of a model."""
+    """The model dimension: the length of the vectors between layers."""
     if isinstance(model, ModelSection):
         return model.dimension or PRESET_DIMENSIONS[model.preset]
     widths = [model.config[key] for key in _WIDTH_KEYS if type(model.config.get(key)) is int]

@@ -1,11 +1,11 @@
 """DHT records: builds and checks the address records that members store in the DHT. No I/O.
 
-A record is a `DhtRecord` that its owner signs. It contains the owner's membership certificate, so that any storer can
-check it offline. It also names the key, the owner and the expiry under which it is stored, so that a peer cannot store
-it elsewhere or keep it alive. A run has 16 keys, its *pages*, and the owner's peer id decides the page: so the records
-of thousands of members fit into messages, and a search for one member reads its page only. The checks depend on the
-record's own expiry and not on a deny-list, because every storer and reader must reach the same result; readers drop
-banned owners afterwards.
+A record is a `DhtRecord` signed by its owner. It contains the owner's membership certificate, so every node that stores
+it can check it offline. It also names the key, the owner and the expiry under which it is stored, so a peer cannot
+store it under another key or extend its life. A run has 16 keys, its *pages*. The owner's peer id determines the page.
+So the records of thousands of members fit into messages, and a search for one member reads only one page. The checks
+depend on the record's own expiry and not on a deny-list, because all nodes that store or read it must reach the same
+result. Readers drop banned owners afterwards.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def build_address_record(
 
 
 def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerifier, now: float) -> Record:
-    """Verify all of a record that was found at `place`. Raises `PeerMisbehaved`, `Rejected` and their subclasses."""
+    """Verify all of a record found at `place`. Raises `PeerMisbehaved`, `Rejected` and their subclasses."""
     if len(data) > MAX_RECORD_BYTES:
         raise PeerMisbehaved(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     if not math.isfinite(place.expires) or place.expires > now + MAX_LIFETIME.total_seconds():

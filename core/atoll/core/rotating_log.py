@@ -1,7 +1,7 @@
-"""A log file with a bound: the newest lines in one file, those before in a second one. Writing never raises.
+"""A log file of bounded size: the newest lines in one file, older lines in a second one. Writing never raises.
 
-The full file is copied and then emptied, not moved. So whoever else appends to it goes on in the same file: child
-processes, and native code that writes to standard error while it crashes.
+The full file is copied and then truncated, not moved. So other writers continue in the same file: child processes, and
+native code that writes to standard error while it crashes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ _STDERR = 2
 
 
 class RotatingLog:
-    """Appends text to `path`, which is copied to `path.1` and emptied when it is full. Drops what cannot be written."""
+    """Appends text to `path`. A full file is copied to `path.1` and truncated.
+
+    Text that cannot be written is dropped.
+    """
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._most = path, most_bytes
-        self._lock = threading.RLock()  # a destructor that runs inside `write_bytes` may log, too
+        self._lock = threading.RLock()  # a destructor that runs inside `write_bytes` may log too
         self._descriptor = -1
         self._has_stderr = False
 
@@ -53,14 +56,14 @@ class RotatingLog:
         """Do nothing: nothing is buffered."""
 
     def take_stderr(self) -> None:
-        """Write to this file what this process and its children print on standard error from now on."""
+        """Redirect standard error of this process and its children to this file from now on."""
         with self._lock:
             sys.stderr.flush()
             self._has_stderr = True
             os.dup2(self._usable(), _STDERR)
 
     def _usable(self) -> int:
-        """The open file; opened again if somebody removed it."""
+        """The open file's descriptor. Opens the file again if it was removed."""
         if self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0:
             self.close()
         if self._descriptor < 0:
@@ -70,7 +73,7 @@ class RotatingLog:
         return self._descriptor
 
     def _empty(self, descriptor: int) -> None:
-        """Keep the full file as the older one, if there is room for that, and begin anew."""
+        """Copy the full file to the older one, if there is space, and truncate it."""
         older = self._path.with_name(f"{self._path.name}.1")
         copy = self._path.with_name(f"{self._path.name}.new")
         try:

@@ -29,7 +29,7 @@ class RoundId:
         return _order(self.key, tuple(peers))
 
     def opener(self, openers: Sequence[str]) -> str:
-        """Return the only peer that may open this attempt, of `Plan.openers`; empty if nobody may."""
+        """Return the only peer of `openers` that may open this attempt; empty if there is none."""
         return openers[self.attempt % len(openers)] if openers else ""
 
     @property

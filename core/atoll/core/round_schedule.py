@@ -1,6 +1,6 @@
 """When outer rounds are due, and how many a run has: the schedule of `[sync]`. Pure.
 
-Nodes open rounds by `due_tokens`; `atollctl run plan` counts them before the run exists.
+Nodes open rounds by `due_tokens`. `atollctl run plan` counts the rounds before the run exists.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import math
 
 from atoll.core.run_spec import SyncSection
 
-_SMALLEST_GROWTH = 1e-3  # of the tokens of a round from one to the next; while they grow less, they count as equal
+_SMALLEST_GROWTH = 1e-3  # relative growth of rounds below which rounds are counted as equal
 
 
 def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int, fragments: int = 1) -> int:
     """How many tokens since the head make a round due: few at first, `round_tokens` in the long run.
 
     Replicas that start from random weights and drift for a whole round land in different basins, and their mean is in
-    none. `first_tokens` is one inner step of every member. With more than one of the `fragments`, whose rounds take
-    turns, that is what makes each due again, and a round is due after a fragment's share; but after a step of all.
+    none of them. `first_tokens`: one inner step of every member. With several `fragments`, whose rounds take turns, a
+    fragment's round is due after its share of these tokens, but not before one inner step of every member.
     """
     whole = min(sync.round_tokens, first_tokens + int(sync.round_growth * committed_tokens))
     return max(min(first_tokens, whole), whole // fragments)
@@ -28,8 +28,8 @@ def rounds_until(
 ) -> int:
     """Count the rounds that a run needs for `stop_tokens`, if each commits what makes it due.
 
-    `first_tokens` is one inner step of every member. `most_tokens`: a round has no more, because `round_max_seconds`
-    end it. Exact where rounds grow by a thousandth or more; else at most a thousandth too many.
+    `first_tokens`: one inner step of every member. `most_tokens`: the most tokens of a round, because
+    `round_max_seconds` ends it. Exact if rounds grow by a thousandth or more, otherwise at most a thousandth too many.
     """
     committed = rounds = 0
     longest = due_tokens(sync, stop_tokens, first_tokens, fragments)

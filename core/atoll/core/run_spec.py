@@ -1,7 +1,7 @@
 """The run spec: one training job as TOML, parsed into frozen models. Unknown keys are errors.
 
-A spec names architectures that atoll knows, and numbers. It cannot name code. The coordinator stores it, every node
-validates it again, and `RunSpec.resolved_toml` writes it with all defaults.
+A spec contains names of architectures that Atoll knows, and numbers. It cannot name code. The coordinator stores it,
+every node validates it again, and `RunSpec.resolved_toml` writes it with all defaults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.core.toml_text import toml_value
 SPEC_VERSION = 1
 
 MAX_ROUND_SECONDS = 86400
-BY_RECIPE = -1.0  # where a spec names no number, and `RunSpec` takes that of `core/recipe.py`
+BY_RECIPE = -1.0  # marks a number that the spec does not set; `RunSpec` takes it from `core/recipe.py`
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that need no quotes in TOML
 
@@ -47,11 +47,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class MixtureSection(Section):
-    """A stage of a mixture: which sources of a corpus are trained from a number of committed tokens on."""
+    """A stage of a mixture: the weights of a corpus's sources from a number of committed tokens on."""
 
-    from_tokens: Count = 0  # of the run; the first stage begins at 0
-    weights: dict[str, NotNegative] | None = None  # share of each source; 0 if it is not named
-    epochs: dict[str, NotNegative] | None = None  # instead: passes over each source, all at one time
+    from_tokens: Count = 0  # committed tokens of the run; the first stage begins at 0
+    weights: dict[str, NotNegative] | None = None  # share of each source; 0 for sources that are not named
+    # alternative to weights: passes over each source, all in the same time
+    epochs: dict[str, NotNegative] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> MixtureSection:
@@ -102,7 +103,7 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """Optimizer of inner steps. The schedule depends on the run's committed tokens."""
 
-    name: Literal["auto", "adamw", "muon"] = "auto"  # muon: matrices of blocks by Muon, the rest by AdamW
+    name: Literal["auto", "adamw", "muon"] = "auto"  # muon: Muon for the matrices of blocks, AdamW for the rest
     learning_rate: Rate = BY_RECIPE
     minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_tokens: Count = 0
@@ -141,7 +142,7 @@ def check_codec(name: str) -> None:
 class SyncSection(Section):
     """Outer rounds: when one is due, its cost, and the outer step that moves the anchor."""
 
-    round_tokens: Positive  # of all members since the last round, once rounds have grown to this
+    round_tokens: Positive  # tokens of all members since the last round, once rounds have grown to full size
     round_growth: Annotated[float, Field(gt=0, le=1e6)] = (
         0.1  # an early round is due after this fraction of the tokens so far
     )
@@ -154,7 +155,7 @@ class SyncSection(Section):
     outer_learning_rate: Rate = BY_RECIPE
     outer_momentum: Fraction = BY_RECIPE
     outer_warmup_tokens: Count = 0  # ramp from plain averaging to the two values above
-    screening: bool = True  # leave contributions out of sums that do not look like training
+    screening: bool = True  # leave contributions that do not look like training out of sums
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # maximum size of a part; a multiple of 128
 
     @field_validator("part_elements")
@@ -182,7 +183,7 @@ class SyncSection(Section):
 
 
 class ForkSection(Section):
-    """The committed round of another run with whose weights this run begins."""
+    """The committed round of another run whose weights this run begins with."""
 
     run: RunName
     round: Count
@@ -209,7 +210,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _take_recipe(self) -> RunSpec:
-        """Fill in what the spec leaves to the recipe, so that a resolved spec names every number."""
+        """Fill in the numbers that the spec leaves to the recipe, so that a resolved spec names every number."""
         recipe = recipe_for(self.model, self.optimizer.name)
         optimizer, sync = self.optimizer, self.sync
         chosen = {"name": recipe.optimizer, **_missing(optimizer, recipe, "learning_rate", "weight_decay")}
@@ -255,7 +256,7 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
     """Parse and check TOML text. Raises `RunSpecError`, which names every wrong key."""
     try:
         read = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits and deep nesting
+    except (ValueError, RecursionError) as error:  # also raised for numbers of thousands of digits and for deep nesting
         raise RunSpecError(f"{where} is not TOML: {error}") from error
     return check_run_spec(read, where)
 

@@ -1,6 +1,6 @@
-"""What differs between run specs, key by key. Pure.
+"""Differences between run specs, key by key. Pure.
 
-Specs are compared as they are resolved: a default that is written out equals one that is not.
+Resolved specs are compared: a default that is written out equals one that is not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _NAME = "run.name"  # always differs
 
 
 def spec_differences(specs: Sequence[str]) -> dict[str, tuple[object, ...]]:
-    """Return the keys that differ, each with its value in each of `specs` (TOML); None where a spec lacks it.
+    """Return the keys that differ, each with its value in each of `specs` (TOML); None if a spec lacks the key.
 
-    The order is that of the specs. Raises `RunSpecError`.
+    The values are in the order of the specs. Raises `RunSpecError`.
     """
     found = [dict(_leaves(tomllib.loads(parse_run_spec(text).resolved_toml()))) for text in specs]
     keys = dict.fromkeys(key for leaves in found for key in leaves if key != _NAME)

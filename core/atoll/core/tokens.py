@@ -47,7 +47,7 @@ def parse_join_token(text: str) -> JoinToken:
     match = _PATTERN.fullmatch(_unquoted(text.strip()))
     if (
         match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None
-    ):  # a token that was pasted twice has the secret in its endpoint
+    ):  # a token that was pasted twice contains the secret in its endpoint
         raise TokenMalformed(
             "this is not a join token; it must look like atl1.<64 hex>.<12 hex>.<48 hex>.<host:port>",
             "copy the whole line that `atollctl token create` printed",
@@ -57,7 +57,7 @@ def parse_join_token(text: str) -> JoinToken:
 
 
 def _unquoted(text: str) -> str:
-    """Remove the quotation marks that a message or a shell put around a token."""
+    """Remove quotation marks that a message or a shell put around a token."""
     quoted = len(text) > 1 and (text[0] + text[-1]) in _QUOTES
     return text[1:-1].strip() if quoted else text
 

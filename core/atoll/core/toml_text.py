@@ -1,4 +1,4 @@
-"""Values as TOML text that reads back. The standard library only reads TOML."""
+"""Values as TOML text that parses to the same values. The standard library can only read TOML."""
 
 from __future__ import annotations
 

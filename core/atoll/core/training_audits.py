@@ -1,16 +1,16 @@
 """Which contribution of a committed round is audited, and by whom. Pure.
 
-Each round one contribution is audited: was it trained on the samples that its sender says it consumed? A model knows
-samples better that it has just been trained on. So if the auditor adds the contribution to the anchor, the loss of
-its sender's samples must fall by more than that of samples that others trained. A copy of somebody else's update, an
-update of earlier rounds, or noise gains as much on the ones as on the others. (The difference of losses on members and
-non-members of a training set is the signal of membership inference: Yeom et al. 2018, arXiv:1709.01604. Here each
-sample is its own control, because its loss is measured with and without the contribution.)
+In each round one contribution is audited: was it trained on the samples that its sender says it consumed? A model has a
+lower loss on samples on which it has just been trained. So if the auditor adds the contribution to the anchor, the loss
+on the sender's samples must fall by more than the loss on samples that others trained. A copy of another update, an
+update of earlier rounds, or noise gains equally on both. (The difference of losses on members and non-members of a
+training set is the signal of membership inference: Yeom et al. 2018, arXiv:1709.01604. Here each sample is its own
+control, because its loss is measured with and without the contribution.)
 
-A seed in the manifest draws the contribution. It is a hash of the round and of random numbers that all members but the
-opener told only after the exchange. So nobody knows beforehand who will be audited, and everybody can check it. Where
-rounds average one of N fragments in turn, one round in N is audited, as the seed draws too. A contribution is then
-trained on the samples of N rounds, so an audit measures as many as in a round of the whole model.
+A seed in the manifest draws the contribution. The seed is a hash of the round and of random numbers that all members
+except the opener reported only after the exchange. So nobody knows beforehand who will be audited, and everybody can
+check the draw. If rounds rotate over N fragments, one round in N, also drawn by the seed, is audited. A contribution is
+then trained on the samples of N rounds, so an audit has as many samples as in a round of the whole model.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MOST_GAIN = 1000.0  # nats per token
 
 
 class Drawn(NamedTuple):
-    """Who is audited, by whom, and whose samples serve for comparison. Peer ids."""
+    """The audited member, its auditor, and the member whose samples are compared. Peer ids."""
 
     contributor: str
     auditor: str
-    compared: str  # the auditor itself in a round of two
+    compared: str  # the auditor itself if there are only two members
 
 
 class Gains(NamedTuple):
-    """What an audit measured."""
+    """The measurements of an audit."""
 
     score: float  # standard errors by which `own` exceeds `other`
     own: float  # nats per token, the mean over the contributor's samples
@@ -54,11 +54,11 @@ def audit_seed(round_id: RoundId, nonces: Iterable[bytes]) -> bytes:
 
 
 def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
-    """The audit of a committed round; None if there is none, or fewer than two members contributed and are still there.
+    """The audit of a committed round; None if this round has none, or fewer than two contributors are present.
 
-    The contributor is drawn: every second turn among all, else among those on probation, if there are any. The auditor
-    is the one that follows it by as many places as the turn's number says, so that a member is audited by all others
-    in turn. Members on probation audit only one another, where nobody else contributed.
+    The contributor is drawn from all present contributors. If some are on probation, every second turn draws from these
+    alone. The turn's number selects the auditor by its distance from the contributor, so that each member is audited by
+    all others in turn. Members on probation audit only each other, and only if there is no other auditor.
     """
     there = [item for item in manifest.contributions if item.weight and item.samples and item.present]
     if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
@@ -83,7 +83,7 @@ def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
 
 
 def draw_samples(seed: bytes, samples: Sequence[int]) -> list[int]:
-    """At most `MAX_SAMPLES` of these sample numbers, as the seed draws them."""
+    """At most `MAX_SAMPLES` of these sample numbers, drawn by the seed."""
 
     def place(sample: int) -> bytes:
         return hashlib.sha256(seed + sample.to_bytes(8, "big")).digest()
@@ -92,13 +92,13 @@ def draw_samples(seed: bytes, samples: Sequence[int]) -> list[int]:
 
 
 def _cut(gain: float) -> float:
-    return max(-_MOST_GAIN, min(gain, _MOST_GAIN)) if gain == gain else -_MOST_GAIN  # NaN is no gain
+    return max(-_MOST_GAIN, min(gain, _MOST_GAIN)) if gain == gain else -_MOST_GAIN  # NaN counts as the worst gain
 
 
 def gains(own: Sequence[float], other: Sequence[float]) -> Gains:
-    """Compare the gains of each sample: Welch's t, which is about normal from some twenty samples on.
+    """Compare the gains on each sample with Welch's t, which is nearly normal from about twenty samples on.
 
-    An update that ruins the model may have losses without end: gains are cut off at 1,000 nats per token.
+    An update that ruins the model may have unbounded losses, so gains are limited to 1,000 nats per token.
     """
     own, other = ([_cut(gain) for gain in told] for told in (own, other))
     spread = math.sqrt(variance(own) / len(own) + variance(other) / len(other))

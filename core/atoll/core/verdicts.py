@@ -1,7 +1,7 @@
-"""Verdicts: what a reducer's sums hold of a contribution, as manifests record it. Pure.
+"""Verdicts: how a reducer's sums treated a contribution, as manifests record it. Pure.
 
-A verdict names reducer and contributor by their indices among the contributions, so that the verdicts of a large
-round fit into a frame.
+A verdict names reducer and contributor by their indices among the contributions, so that the verdicts of a large round
+fit into a frame.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def require_valid_verdicts(
     parts_total: int,
     parts_of: Callable[[int], int] | None = None,
 ) -> None:
-    """Raise `PeerMisbehaved` for verdicts that no exchange can end with.
+    """Raise `PeerMisbehaved` for verdicts that no valid exchange can have.
 
-    A sum leaves out fewer than half of the contributions that are not on probation. `parts_of` returns the number of
-    parts of the reducer with an index; None if that is not known.
+    A sum leaves out fewer than half of the contributions that are not on probation. `parts_of`: a reducer's index → its
+    number of parts; None if unknown.
     """
     weights = [item.weight for item in contributions]
     places = [(verdict.reducer, verdict.contributor) for verdict in verdicts]
@@ -85,9 +85,9 @@ def partial_contributions(manifest: manifest_pb2.Manifest) -> frozenset[int]:
 def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
     """Return the tokens that count for each contribution: its weight divided by the number of fragments.
 
-    A contribution counts 0 if more than half of all parts lack it, because it did not arrive or was left out. So one
-    reducer alone takes nobody's tokens, unless it sums half of the vector. Every fragment sums a token once, so each
-    counts its share of the token. Tokens of members on probation do not count.
+    A contribution counts 0 if more than half of all parts lack it, because it did not arrive or was left out. So a
+    single reducer cannot remove a member's tokens, unless it sums half of the vector. Every fragment sums a token once,
+    so each round counts its share of the token. Tokens of members on probation do not count.
     """
     lacking: Counter[int] = Counter()
     for verdict in manifest.verdicts:

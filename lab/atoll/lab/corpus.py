@@ -1,4 +1,4 @@
-"""Default corpus of demo and lab: the sources of the Python standard library, which every machine has."""
+"""Default corpus of demo and lab: the source files of the Python standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_python_documents(path: Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _python_texts(max_bytes: int) -> Iterator[str]:
-    """Yield sources until they have `max_bytes`; `pydoc_data/topics.py`, the language reference as text, first."""
+    """Yield source files until they have `max_bytes`; first `pydoc_data/topics.py`, the language reference as text."""
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(
         (source for source in library.rglob("*.py") if not _LEFT_OUT & set(source.relative_to(library).parts)),

@@ -1,7 +1,7 @@
 """The demo: a coordinator, a seed and nodes on loopback train a small model on real text for a number of tokens.
 
-An operator could do all of it by hand. Two of four nodes are slowed by an option that the others cannot see: the swarm
-finds their pace by measurement, and they make fewer steps. If faults are requested, a `FaultInjector` kills and freezes
+An operator could do every step by hand. Two of four nodes are slowed by an option that other nodes do not know: the
+swarm measures their pace, and they make fewer steps. If faults are requested, a `FaultInjector` kills and freezes
 programs while they train. At the end the demo compares the anchors and the manifest chains of all nodes.
 """
 
@@ -95,7 +95,7 @@ class DemoResult:
     val_loss_last: float
     anchor_digests: dict[str, str]
     anchors_equal: bool
-    chains_equal: bool  # no two nodes have different manifests of a round
+    chains_equal: bool  # no two nodes have different manifests of the same round
     rounds_with_coordinator_vote: int
     averaging_bytes_sent: int
     averaging_bytes_fp32: int
@@ -258,8 +258,8 @@ def spec_toml(
 ) -> str:
     """Return the demo's run spec. A round is due when a full-speed node has made `inner_steps` steps.
 
-    `data`: lines that name another corpus than the text file `corpus`. `optimizer`: lines for `[optimizer]`, instead of
-    what a run spec means that has none.
+    `data`: lines that name another corpus than the text file `corpus`. `optimizer`: lines for `[optimizer]`; without
+    them, its defaults apply.
     """
     pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes together; 1 is a full-speed node
     return SPEC.format(

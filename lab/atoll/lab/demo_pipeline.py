@@ -1,9 +1,10 @@
 """The pipeline demo: five nodes with limited memory, in a route of two and one of three stages, train a larger model.
 
-No node can hold the model. The planner alone would choose spans by memory and measured speed, and on one machine it
-would find that a second route is not worth the rounds. So the demo pins the nodes to two routes with different spans;
-each layer is averaged among its holders. The demo kills a stage while it trains and starts it again. At the end it
-pulls checkpoints that have all layers, from as few nodes as possible, and exports the model from them.
+No node can hold the model. Without pins, the planner would choose spans by memory and measured speed, and on one
+machine it would find that a second route costs more in rounds than it gains. So the demo pins the nodes to two routes
+with different spans; each layer is averaged among its holders. The demo kills a stage while it trains and starts it
+again. At the end it pulls checkpoints that have all layers, from as few nodes as possible, and exports the model from
+them.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
 
 
 async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: asyncio.Task[None]) -> None:
-    """Record the highest count of every driver, whose own count restarts with its trainer."""
+    """Record the highest count of every driver: a driver's own count restarts with its trainer."""
     while not (killing.done() and all(node.get("state") == "finished" for node in view.nodes.values())):
         for name, node in view.nodes.items():
             aborted[name] = max(aborted.get(name, 0), node.get("flushes_aborted", 0))
@@ -230,7 +231,7 @@ async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
 
 
 def counted_twice(history: Mapping[int, Head]) -> int:
-    """Return how many samples the first layers' sums contain that no driver consumed, by the manifests."""
+    """Return, by the manifests, how many samples in the first layers' sums no driver consumed."""
     tokens: dict[str, int] = {}
     samples: dict[str, int] = {}
     for head in history.values():

@@ -1,4 +1,4 @@
-"""Start a swarm and watch it until it is finished: what the demos and the WAN lab have in common."""
+"""Start a swarm and watch it until it is finished: shared by the demos and the WAN lab."""
 
 from __future__ import annotations
 

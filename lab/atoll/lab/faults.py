@@ -21,7 +21,7 @@ from atoll.lab.launcher import LocalSwarm
 
 FREEZE_SECONDS = 20.0
 RESTART_DELAY_SECONDS = 5.0  # after a single kill
-GROUP_DOWN_SECONDS = 30.0  # after a group kill: long enough for the others to go on without the group
+GROUP_DOWN_SECONDS = 30.0  # after a group kill: long enough for the other nodes to continue without the group
 _FROM, _TO = 0.12, 0.7  # fraction of the run's tokens within which faults happen
 
 
@@ -68,7 +68,7 @@ class FaultInjector:
         self._events = _schedule(plan, names, random.Random(seed))
 
     async def run(self, share: Callable[[], float]) -> None:
-        """Inject all faults and return when the last victim is back. `share` returns the run's progress, 0 to 1."""
+        """Inject all faults and return when the last victim runs again. `share` returns the run's progress, 0 to 1."""
         while self._events:
             if share() < self._events[0].at:
                 await asyncio.sleep(0.2)
@@ -126,7 +126,7 @@ def frozen(swarm: LocalSwarm, name: str, *, whole: bool = True) -> Iterator[None
         yield
     finally:
         for process in reversed(stopped):
-            with suppress(psutil.NoSuchProcess):  # it was killed meanwhile
+            with suppress(psutil.NoSuchProcess):  # it was killed before
                 process.resume()
 
 

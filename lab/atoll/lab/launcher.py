@@ -1,6 +1,6 @@
 """Launcher of a swarm on this machine: starts the shipped programs with flags that an operator could type.
 
-Every program is an own process in its own process group, and ends when the launcher ends. `LocalSwarm.close` sends
+Every program is a separate process in its own process group, and ends when the launcher ends. `LocalSwarm.close` sends
 SIGTERM and, after a grace, SIGKILL, so that no process remains.
 """
 
@@ -22,7 +22,7 @@ from atoll.node.control.local_client import call
 from atoll.node.system import child_processes
 
 START_TIMEOUT = timedelta(seconds=180)
-STOP_GRACE = timedelta(seconds=60)  # the last node may first wait in vain for a round before it saves
+STOP_GRACE = timedelta(seconds=60)  # the last node may first wait for a round that cannot happen, before it saves
 COMMAND_TIMEOUT = timedelta(seconds=120)
 _POLL_SECONDS = 0.1
 
@@ -128,7 +128,7 @@ class LocalSwarm:
         return result
 
     async def command(self, script: str, *arguments: str) -> str:
-        """Run a console script to its end with the operator's credentials. Returns and raises as `ctl`."""
+        """Run a console script to its end with the operator's credentials. Returns and raises like `ctl`."""
         child = await child_processes.start(
             self.program_hosts.command("coordinator", [_script(script), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
@@ -152,7 +152,7 @@ class LocalSwarm:
     # --- watching ------------------------------------------------------------------------------------
 
     async def until(self, condition: Callable[[], bool], problem: str, timeout: timedelta) -> None:
-        """Wait for `condition`. Raises `DeadlineExceeded`, or `ChildDied` if a program ends meanwhile."""
+        """Wait for `condition`. Raises `DeadlineExceeded`, or `ChildDied` if a program ends before that."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 while not condition():
@@ -162,7 +162,7 @@ class LocalSwarm:
             raise DeadlineExceeded(f"{problem} within {timeout.total_seconds():.0f} s") from error
 
     def check(self) -> None:
-        """Raise `ChildDied` if any program ended unasked."""
+        """Raise `ChildDied` if any program ended without an order to do so."""
         for program in self.programs.values():
             program.check()
 

@@ -5,13 +5,13 @@ Precedence, lowest first:
 1. defaults
 2. /etc/atoll/node.toml
 3. the user's atoll/node.toml
-4. node.toml in the data directory: what `join` and `set` were given, so that `up` starts the same node after a reboot
+4. node.toml in the data directory: the values of `join` and `set`, so that `up` starts the same node after a reboot
 5. the file of `--config`
 6. `ATOLL_*` variables
 7. flags
 
 `load` records the origin of every value for `atoll config show`. Unknown keys are errors. `with_limits` implements
-`atoll set`: it changes limits only, and all of them or none.
+`atoll set`: it changes limits only, and either all given ones or none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENVIRONMENT_PREFIX = "ATOLL_"
 _VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
 LOG_FILE = "daemon.log"  # in the data directory
-CORPORA = "corpora"  # folder in the data directory for training text: what was fetched, and tokens of local files
+CORPORA = "corpora"  # folder in the data directory for training text: fetched blocks, and tokens of local files
 
 Value = str | int | float | bool
 
@@ -73,15 +73,15 @@ class NodeConfig:
     announce: str = _setting("", "public address or host name, for a node behind a port forward")
     dial_ranges: str = _setting(
         "",
-        "private address ranges of peers that this node may dial, for example 192.168.1.0/24,fd00::/8; it dials "
-        "other private addresses only if its coordinator has one",
+        "private address ranges in which this node may dial peers, for example 192.168.1.0/24,fd00::/8; it dials any "
+        "private address if its coordinator has a private address or all its seeds have private ones",
     )
     direct: bool = _setting(True, "send bulk over direct TCP and TLS connections where possible, else over libp2p")
     direct_port: int = _setting(0, "TCP port for direct connections; 0 picks a free one", between=(0, 65535))
     device: str = _setting(
         "auto", "device for training: auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs"
     )
-    data: str = _setting("", "path of the corpus on this machine, if it is not the run spec's")
+    data: str = _setting("", "path of the training text on this machine, if it differs from the path in the run spec")
     base: str = _setting("", "directory of the run's pretrained weights, if it starts from some")
     vram_fraction: float = _limit_setting(
         1.0, "share of the GPU's memory that training may use, 0.01 to 1", between=(0.01, 1.0)
@@ -92,7 +92,7 @@ class NodeConfig:
         between=(0, 1e9),
     )
     power_watts: float = _limit_setting(
-        0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000)
+        0.0, "power limit of each GPU in watts while the daemon runs; 0: the driver's limit", between=(0, 10_000)
     )
     cpu_threads: int = _limit_setting(0, "threads for training; 0 uses every core", between=(0, 4096))
     minimum_step_seconds: float = _limit_setting(0.0, "minimum duration of an inner step", between=(0, 3600))
@@ -204,12 +204,12 @@ def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
 
 
 def has_flags(loaded: LoadedConfig) -> bool:
-    """Whether flags gave settings, besides the data directory."""
+    """Whether any setting except the data directory came from a flag."""
     return any(source == "flag" for key, source in loaded.origin.items() if key != "data_dir")
 
 
 def save_overrides(loaded: LoadedConfig) -> None:
-    """Save for the next start what flags, environment and `atoll set` gave, now or at an earlier join.
+    """Save settings from flags, environment and `atoll set`, with those of an earlier join, for the next start.
 
     Raises `DataDirUnusable`.
     """
@@ -222,13 +222,13 @@ def save_overrides(loaded: LoadedConfig) -> None:
 
 
 def has_corpus_files(path: str) -> bool:
-    """Report whether `path` is an existing file or directory, or a glob pattern that matches one."""
+    """Return whether `path` is an existing file or directory, or a glob pattern that matches one."""
     expanded = Path(path).expanduser()
     return expanded.exists() or bool(glob.glob(str(expanded), recursive=True))
 
 
 def is_variable_of_another_command(name: str) -> bool:
-    """Report whether an `ATOLL_*` variable is read by other commands, so that it is no setting of the node."""
+    """Report whether another command reads this `ATOLL_*` variable, so that it is not a setting of the node."""
     return name in _VARIABLES_OF_OTHER_COMMANDS or name.startswith("ATOLL_COORDINATOR_")
 
 

@@ -1,7 +1,8 @@
-"""Node daemon, read top-down: join the swarm → supervise → drain. `start.py` runs one for each run that it moves to.
+"""Node daemon, read top-down: join the swarm → supervise → drain.
 
-One asyncio process owns p2pd, the gate, the DHT, rounds, the coordinator link and the local API; the trainer is a child
-process. SIGTERM or SIGINT drains within a deadline; a second signal stops at once.
+`start.py` runs a new daemon after each move to another run. One asyncio process owns p2pd, the gate, the DHT, rounds,
+the coordinator link and the local API; the trainer is a child process. SIGTERM or SIGINT drains within a deadline; a
+second signal stops at once.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class Daemon:
         *,
         has_moved: bool = False,
     ) -> None:
-        """`child` becomes the trainer's process; its creator ends it if no trainer takes it. None for a seed.
+        """`child` becomes the trainer's process; its creator ends it if it was not used. None for a seed.
 
-        `has_moved`: another daemon of this process was in another run. The seeds of this run may move just now.
+        `has_moved`: this process had a daemon in another run before. The seeds of this run may also be moving now.
         """
         self._has_moved = has_moved
-        self._config = config = loaded.config  # limits as at the start; `_limit_enforcer.config` has those in force
+        self._config = config = loaded.config  # limits as at the start; `_limit_enforcer.config` has the current ones
         self._limit_enforcer = LimitEnforcer(loaded, clock)
         self._identity = identity
         self._clock = clock
@@ -111,7 +112,7 @@ class Daemon:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal, the owner or the operator asked for no further run."""
+        """Whether a signal, the owner or the operator asked this node to stop and join no further run."""
         return self._departure.stop_asked
 
     @property
@@ -122,7 +123,7 @@ class Daemon:
     async def run(self) -> bool:
         """Start all parts, supervise them, drain when asked, close them.
 
-        Returns True if the node moves to another run: the credentials on disk are for the next daemon.
+        Returns True if the node moves to another run. The credentials on disk are then for the next daemon.
         """
         self._departure.catch_signals()
         api = LocalApi(self._config.data_dir, self._commands())
@@ -134,7 +135,7 @@ class Daemon:
             if training is not None:
                 training.preload()
             host = await self._departure.unless_told(self._join_swarm())
-            if host is None:  # seeds that do not answer must not delay it
+            if host is None:  # told to leave while the seeds did not answer
                 return False
             self._host = self._heartbeats.host = self._credential_updates.host = host
             session = training.join(host, host.traffic, self._link) if training is not None else None
@@ -157,7 +158,7 @@ class Daemon:
         return self._departure.goes_on
 
     def _work(self, host: SwarmHost) -> list[Coroutine[Any, Any, None]]:
-        """List what runs until the daemon leaves."""
+        """List the coroutines that run until the daemon leaves."""
         addresses = AddressBook(host, self._directives, self._identity.peer_id)
         work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish)]
         work += [self._limit_enforcer.run(), self._departure.leave_when_ordered(trains=self._session is not None)]
@@ -169,7 +170,7 @@ class Daemon:
         return work
 
     async def _admitted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Begin once the coordinator answered: if another process has this identity, it refuses this one first."""
+        """Start `work` after the coordinator's first answer: it refuses this process if another has its identity."""
         await self._link.first_answer()
         await work()
 
@@ -251,7 +252,10 @@ class Daemon:
     # --- supervising ---------------------------------------------------------------------------------
 
     async def _supervise(self, work: list[Coroutine[Any, Any, None]]) -> None:
-        """Run all work until told to leave, then drain. Raises the first error; a finished session does not end it."""
+        """Run all work until told to leave, then drain. Raises the first error.
+
+        A finished session does not end the daemon.
+        """
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
         leaving = asyncio.create_task(self._departure.told())
         waiting: set[asyncio.Task[Any]] = {*tasks, leaving}
@@ -293,7 +297,7 @@ class Daemon:
             self._manifest_answers.ask(response.manifests)
 
     async def _send_checkpoint(self, order: mb.UploadOrder) -> None:
-        if self._training is not None:  # a seed reports no checkpoints, so nobody asks it for one
+        if self._training is not None:  # a seed reports no checkpoints, so it gets no order to send one
             await self._link.upload(order, self._training.checkpoints.store.path(order.round))
 
     # --- the local API -------------------------------------------------------------------------------
@@ -335,7 +339,7 @@ class Daemon:
         return None if credit is None else {name: getattr(credit, name) for name in names}
 
     def _eta_unix_ms(self) -> int | None:
-        """When the run reaches `stop_tokens`, by this machine's clock; None: unknown, or the coordinator is away."""
+        """When the run reaches `stop_tokens`, by this machine's clock; None if unknown or without the coordinator."""
         eta = self._directives.eta_unix_ms if self._link.connected else None
         return None if eta is None else eta + round(1000 * (self._link.clock_offset.ahead_seconds or 0.0))
 

@@ -1,11 +1,11 @@
 """Training session: one run on one node. Load → restore or genesis → synchronise → train in rounds → finish.
 
-The plan says which layers the node holds. When it names other layers, the session loads the trainer anew with those and
-serves the earlier ones while other members may lack them.
+The plan says which layers the node holds. When the plan names other layers, the session loads a new trainer with those.
+It serves the earlier layers while other members may lack them.
 
-The session owns the trainer and the committed state. It follows the coordinator's directives, but once it has a plan it
-needs the coordinator for none of its steps. If the trainer dies, the session starts another one from the anchor; the
-node stays a member meanwhile.
+The session owns the trainer and the committed state. It follows the coordinator's directives, but once it has a plan,
+no step needs the coordinator. If the trainer dies, the session starts another one from the anchor. The node stays a
+member meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
-LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # the route stays up so long for the driver's last evaluation
-ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before the engine stops
+LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # for which the route stays connected, for the driver's last evaluation
+ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round in progress to end before the engine stops
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
@@ -61,7 +61,7 @@ class TrainingSession:
     def __init__(self, context: NodeContext) -> None:
         self.finished = asyncio.Event()
         self._context = context
-        self._reloading = False  # the trainer is loaded anew, with other layers
+        self._reloading = False  # another trainer is being loaded, with other layers
         self._own_trainer = OwnTrainer(context)
         self._engine: AveragingEngine | None = None
         self._lost = LostMembers(context.clock)
@@ -82,7 +82,7 @@ class TrainingSession:
     async def run(self) -> None:
         """Train until the run is finished. Raises errors with which this node cannot train, such as `CorpusError`.
 
-        Unless the run is finished, the caller calls `stop_trainer` afterwards.
+        If this call ends before the run is finished, the caller must call `stop_trainer`.
         """
         restarts, last_round, died = 0, -1, ""
         prefetching = asyncio.create_task(self._prefetch())
@@ -121,14 +121,14 @@ class TrainingSession:
                 await self.stop_trainer()
 
     async def _prefetch(self) -> None:
-        """Fetch layers of plans to come. If that fails, the node goes on and fetches them once the plan is there."""
+        """Fetch layers of later plans. If this fails, the node fetches them once their plan is in force."""
         try:
             await self._local_state.prefetcher.run()
         except Exception as error:
             _log.error("layer prefetch stopped", reason=repr(error))
 
     async def _load(self) -> Trainer:
-        """Start a trainer that has loaded its layers and the corpus; keep the anchor of the previous one."""
+        """Start a trainer that has loaded its layers and the corpus. The anchor of the previous trainer is kept."""
         context = self._context
         await self._own_trainer.stop()
         span = span_to_hold(context.directives.plan, self._planned_layers())
@@ -145,13 +145,13 @@ class TrainingSession:
         return trainer
 
     def _planned_layers(self) -> range:
-        """Layers that the plan gives this node; if it gives none, those that the next plan may give it."""
+        """Layers that the plan gives this node. If it gives none: those that the next plan may give."""
         plan, prepare = self._context.directives.plan, self._context.directives.prepare
         mine = plan.span(self._context.identity.peer_id) if plan is not None else range(0)
         return mine or (range(0) if prepare == self._local_state.prefetcher.refused else prepare)
 
     def _needs_reload(self, trainer: Trainer) -> bool:
-        """Report whether the trainer must be loaded anew, with other layers."""
+        """Report whether a trainer with other layers must be loaded."""
         wanted = self._planned_layers()
         return len(wanted) > 0 and trainer.facts.held_layers != wanted
 
@@ -168,13 +168,16 @@ class TrainingSession:
                 await self._follow_plan(trainer)
 
     def _follows_plan(self, trainer: Trainer) -> bool:
-        """Report whether this node takes part in rounds; while it rests, only to vote, with the layers that it has."""
+        """Report whether this node takes part in rounds.
+
+        While paused, it takes part only to vote, with the layers it has.
+        """
         if self._status.rests:
             return self._status.only_votes and not self._needs_reload(trainer)
         return self._status.in_plan
 
     async def _follow_plan(self, trainer: Trainer) -> None:
-        """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
+        """Synchronise with the other members, then train in rounds until the run ends or the plan omits this node."""
         context, plan = self._context, self._status.adopt_plan()
         try:
             head = await unless_trainer_dies(trainer, self._synchronise(plan))
@@ -188,7 +191,7 @@ class TrainingSession:
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         await self._own_trainer.restore_optimizer(trainer)
         self._on_head_moved(head)
-        if self._first_evaluation is not None:  # reported after the genesis that it evaluates
+        if self._first_evaluation is not None:  # reported only now, after the genesis that it evaluates
             self._on_evaluation(self._first_evaluation)
             self._first_evaluation = None
         await unless_trainer_dies(trainer, self._join_route(plan, trainer))
@@ -225,9 +228,9 @@ class TrainingSession:
     async def _follow_directives(self, trainer: Trainer, engine: AveragingEngine) -> None:
         """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers.
 
-        A node that begins to rest stops to train at once and asks for a last round, which counts what it trained and
-        does not name it in the next electorate. Until a plan leaves it out, it still votes. The engine's word that it
-        leaves cannot be taken back, so a node that trains again gets another engine.
+        A node that is paused stops training at once and asks for a last round. That round counts what the node trained,
+        and gives it no seat in the next electorate. It still votes until a plan leaves it out. `engine.leave` cannot be
+        undone, so a node that resumes gets a new engine.
         """
         context = self._context
         training: bool | None = None
@@ -236,7 +239,7 @@ class TrainingSession:
         while self._status.in_plan and not self._needs_reload(trainer):
             plan = self._status.adopt_plan()
             if not trainer.facts.holds_all and not plan.accepts(engine.head):
-                break  # `synchronise` goes back: an earlier round may be only in this node's own checkpoints
+                break  # `synchronise` returns to an earlier round, which may be only in this node's own checkpoints
             if plan.version > followed:
                 engine.plan_received(plan)
                 await self._join_route(plan, trainer)
@@ -255,7 +258,7 @@ class TrainingSession:
                 self._status.enter_following(plan, training=wanted)
             await context.directives.until(partial(self._status.changed_since, plan.version, wanted, resting))
         if self._status.in_plan:
-            self._status.adopt_plan()  # a plan that gives this node other layers counts as received, too
+            self._status.adopt_plan()  # record that a plan was received even if it gives this node other layers
         await engine.rest(ROUND_END_TIMEOUT)
 
     async def _join_route(self, plan: Plan, trainer: Trainer) -> None:
@@ -288,7 +291,7 @@ class TrainingSession:
     # --- reaching a common state -----------------------------------------------------------------------
 
     async def _write_genesis(self, trainer: Trainer) -> None:
-        """Initialise the model and sign round 0, or say why not; the other members fetch it by digest."""
+        """Initialise the model and sign round 0, or report a refusal. The other members fetch genesis by digest."""
         context = self._context
         context.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor", mb.NODE_REASON_FETCHING_STATE)
         made = await write_genesis(trainer, context.identity, context.spec, context.run_dir, context.clock)
@@ -306,7 +309,7 @@ class TrainingSession:
         context.link.send_heartbeat_now()
 
     def _has_work(self) -> bool:
-        """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
+        """Report whether a waiting session must act: update its status, write genesis, load layers or train."""
         if self._status.must_write_genesis or self._status.waiting_is_outdated():
             return True
         trainer = self._own_trainer.current
@@ -325,25 +328,25 @@ class TrainingSession:
     def pause(self, reason: str, why: mb.NodeReason) -> None:
         """Pause training for the owner or a limit; `reason` is for people.
 
-        The node asks for a last round. Progress since the last one is lost if none commits before a plan goes on
-        without this node, or if training resumes before.
+        The node asks for a last round. What was trained since the last round is lost in two cases: a plan without this
+        node comes before another round commits, or training resumes before that.
         """
         self._status.pause(reason, why)
         self._context.directives.wake()
 
     def resume(self) -> None:
-        """Train again."""
+        """Resume training."""
         self._status.pause_reason = ""
         self._context.directives.wake()
 
     async def limit(self, trainer_config: TrainerConfig) -> None:
-        """Apply limits to this trainer and later ones. Raises `ModelTooLarge`, and then changes nothing."""
+        """Apply limits to this trainer and later ones. Raises `ModelTooLarge` without changing anything."""
         await self._own_trainer.limit(trainer_config)
 
     async def next_round(self, timeout: timedelta) -> bool:
-        """Wait for this node's last rounds, one of every fragment, so that leaving loses no progress.
+        """Wait for this node's last rounds, one of every fragment, so that no training is lost when it leaves.
 
-        Returns False if no round came. Does not wait if the members that are left can no longer commit a round.
+        Returns False if no round was committed. Does not wait if the remaining members can no longer commit a round.
         """
         start = self._context.status.head_round
         engine = self._engine
@@ -368,9 +371,9 @@ class TrainingSession:
         return moved(1)
 
     async def generate(self, prompt: str, tokens: int) -> str:
-        """Generate text from the committed anchor. Raises `InvalidTransition` before there is one.
+        """Generate text from the committed anchor. Raises `InvalidTransition` if there is no anchor yet.
 
-        A finished session has stopped its trainer; it starts one for this call.
+        A finished session has stopped its trainer, so it starts one for this call.
         """
         if self._local_state.head is None or (self._own_trainer.current is None and not self.finished.is_set()):
             raise InvalidTransition("there is no anchor to generate from yet", "try again after the next round")
@@ -384,7 +387,7 @@ class TrainingSession:
     async def save(self, timeout: timedelta) -> Path | None:
         """Write a checkpoint of the head; return its directory, or None if there is no head yet.
 
-        Call it while no round moves the state.
+        Must not be called while a round changes the state.
 
         Raises `DeadlineExceeded`, `DataDirUnusable`.
         """
@@ -392,7 +395,7 @@ class TrainingSession:
         return await self._context.checkpoints.flush(state, timeout) if state is not None else None
 
     def follow_checkpoint_order(self) -> None:
-        """Write a checkpoint now, or at one of the next rounds, if the operator ordered one."""
+        """Write a checkpoint now or at a later round, if the operator ordered one."""
         state = self._local_state.checkpoint_state()
         present = state if state is not None and state.head.round > 0 else None
         self._context.checkpoints.order(self._context.directives.checkpoint_round, present)
@@ -402,7 +405,7 @@ class TrainingSession:
         await self._own_trainer.stop()
 
     async def keep_optimizer(self, timeout: timedelta) -> None:
-        """Keep the inner optimiser's state for the next start of this node, unless the run is over."""
+        """Write the inner optimiser's state for the next start of this node, unless the run is over."""
         over = self.finished.is_set() or self._context.directives.run_state == mb.RUN_STATE_STOPPED
         if not over:
             await self._own_trainer.keep_optimizer(timeout)

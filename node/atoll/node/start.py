@@ -1,8 +1,8 @@
 """Start of a daemon: lock → identity → what the run needs → checks → consent → enrolment → daemon.
 
 Problems with a token, a key or a directory are reported here, within a second: hivemind and, on a node, torch are
-imported only after enrolment. A use of the token is spent only after all checks. The trainer's process imports torch at
-the same time as the daemon. A seed has no torch.
+imported only after enrolment. The token is used only after all checks. The trainer's process and the daemon import
+torch at the same time. A seed has no torch.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from atoll.node.daemon import Daemon
 
 _log = log.get("daemon")
-MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
+MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four in this process and four in p2pd
 
-Agree = Callable[[RunNeeds], None]  # shows what the run needs; raises if the owner does not want that
+Agree = Callable[[RunNeeds], None]  # shows what the run needs; raises if the owner does not agree
 
 
 def agree_silently(_: RunNeeds) -> None:
-    """Accept what the run needs."""
+    """Accept the run's needs without asking."""
 
 
 async def run_daemon(
@@ -64,25 +64,28 @@ async def run_daemon(
     *,
     detached: bool = False,
 ) -> None:
-    """Run a member until it leaves. Raises the error that prevents it. `detached`: its log file gets all output."""
+    """Run a member until it leaves. Raises the error that prevents it.
+
+    `detached`: standard error goes to the log file.
+    """
     require_hivemind()
-    limit_malloc_arenas()  # enrolment has threads
+    limit_malloc_arenas()  # enrolment starts threads
     config = loaded.config
     with _locked(config, detached=detached) as (identity, name):
         credentials = await load_or_enrol(config, identity, name, token, clock, agree)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes; children inherit this
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when a terminal closes; children inherit this setting
         if token is None:
             await _check_again(loaded, credentials, clock)
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
-        raise_descriptor_limit(MAX_FILES)  # p2pd gets as many
+        raise_descriptor_limit(MAX_FILES)  # p2pd inherits the limit
         install_lazy_hivemind()
         await _serve_runs(loaded, identity, credentials, clock)
 
 
 async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Credentials, clock: Clock) -> None:
-    """Run a daemon; when it has moved to another run, or is to try that again, run the next one."""
+    """Run a daemon. When it has moved to another run, or must retry the move, run the next daemon."""
     pinging = asyncio.create_task(_ping_watchdog())
     daemon: Daemon | None = None
     try:
@@ -104,7 +107,7 @@ async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Cre
 
 
 async def _ping_watchdog() -> None:
-    """Tell systemd that the event loop lives, also while a daemon saves its state and between two daemons."""
+    """Ping systemd's watchdog while the event loop runs, also while a daemon saves its state and between daemons."""
     seconds = sdnotify.watchdog_seconds(os.environ)
     while seconds is not None:
         sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), "WATCHDOG=1")
@@ -112,7 +115,7 @@ async def _ping_watchdog() -> None:
 
 
 def require_hivemind() -> None:
-    """Raise `ConfigError` before a use of a token is spent: the extra of seeds cannot bring hivemind along."""
+    """Raise `ConfigError` before the token is used. The extra for seeds cannot install hivemind."""
     if importlib.util.find_spec("hivemind") is None:
         raise ConfigError(
             "hivemind is not installed",
@@ -123,14 +126,14 @@ def require_hivemind() -> None:
 async def enrol_only(
     loaded: LoadedConfig, token: JoinToken, clock: Clock, agree: Agree = agree_silently
 ) -> Credentials:
-    """Do all that `run_daemon` does before the daemon starts. Raises the error that prevents it."""
+    """Do everything that `run_daemon` does before the daemon starts. Raises the error that prevents it."""
     with _locked(loaded.config) as (identity, name):
         return await load_or_enrol(loaded.config, identity, name, token, clock, agree)
 
 
 @contextlib.contextmanager
 def _locked(config: NodeConfig, *, detached: bool = False) -> Iterator[tuple[Identity, str]]:
-    """Lock the data directory and open the log file; give the node's identity and its name."""
+    """Lock the data directory and open the log file. Yields the node's identity and name."""
     make_private_dir(config.data_dir)
     with data_dir_lock(config.data_dir):
         finish_rotation(config.data_dir)
@@ -143,7 +146,7 @@ def _locked(config: NodeConfig, *, detached: bool = False) -> Iterator[tuple[Ide
         try:
             yield identity, name
         except Exception as error:
-            if not detached:  # then standard error goes there
+            if not detached:  # if detached, standard error already goes to the file
                 file.write(_last_words(error))
             raise
         finally:
@@ -153,14 +156,14 @@ def _locked(config: NodeConfig, *, detached: bool = False) -> Iterator[tuple[Ide
 
 
 def _last_words(error: Exception) -> str:
-    """What the terminal shows of an error."""
+    """The error as the terminal shows it."""
     if isinstance(error, AtollError):
         return "".join(f"{line}\n" for line in (f"error: {error}", error.remedy) if line)
     return "".join(traceback.format_exception(error))
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
-    """Start the trainer's process, which imports torch while the daemon does. None for a seed: it does not train."""
+    """Start the trainer, which imports torch in parallel with the daemon. None for a seed, which has no trainer."""
     if "seed" in credentials.member(clock.unix()).roles:
         return None
     return await TrainerProcess.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
@@ -177,10 +180,10 @@ def use_huge_pages() -> None:
 async def load_or_enrol(
     config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock, agree: Agree
 ) -> Credentials:
-    """Return the credentials of an earlier enrolment, or enrol with the token. Raises `UsageError` without either."""
+    """Return earlier credentials, or enrol with the token. Raises `UsageError` if there is neither."""
     known = Credentials.load(config.data_dir)
     if known is not None and token is None:
-        put_in_place(config.path("runs", known.run_id), known.run_created_unix_ms)  # if a join was interrupted
+        put_in_place(config.path("runs", known.run_id), known.run_created_unix_ms)  # repairs an interrupted join
         return known
     if token is None:
         raise UsageError(
@@ -197,20 +200,21 @@ async def load_or_enrol(
 
 
 async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Clock) -> None:
-    """Check what takes no time, at a later start. The operator is told what is wrong."""
+    """At a later start, repeat the quick checks. A failure is reported to the operator."""
     config = loaded.config
     try:
         try:
             check_machine(config)
             check_writable(config.data_dir)
-        except DataDirUnusable as error:  # a node prunes what it fetched, and its state is worth a try
+        except DataDirUnusable as error:  # a node deletes old fetched text, and its state may still fit
             _log.warning("little room", reason=str(error), remedy=error.remedy)
         if "seed" not in credentials.member(clock.unix()).roles:
             spec = parse_run_spec(credentials.run_spec_toml)
             check_base_is_there(spec, config.base)
             check_directory_of_corpus(spec, config.data)
     except AtollError as error:
-        request = announcement(error, secrets.token_bytes(INSTANCE_BYTES))  # not of a process that runs elsewhere
+        # a new instance id, so that it is not taken for another process
+        request = announcement(error, secrets.token_bytes(INSTANCE_BYTES))
         if request is not None:
             await announce_end(lambda: dial(credentials), request)
         raise
@@ -219,7 +223,7 @@ async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Cl
 
 
 def _ask(agree: Agree, needs: RunNeeds) -> None:
-    """Ask the owner. Ctrl-C ends the program at once: asyncio's handler would wait for the answer."""
+    """Ask the owner. Ctrl-C ends the program at once, because asyncio's handler would wait for the answer."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         agree(needs)
@@ -228,7 +232,7 @@ def _ask(agree: Agree, needs: RunNeeds) -> None:
 
 
 async def _check(config: NodeConfig, needs: RunNeeds, agree: Agree) -> None:
-    """Check what the run needs: what takes no time before the owner is asked, the rest after that."""
+    """Check the run's needs: quick checks before the owner is asked, slow ones afterwards."""
     if not needs.trains:
         _ask(agree, needs)
         return

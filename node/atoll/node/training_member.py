@@ -1,4 +1,4 @@
-"""TrainingMember: what a node has and a seed has not. Checkpoints, the trainer's process, and the session.
+"""TrainingMember: the parts of a node that a seed lacks: checkpoints, the trainer's process and the session.
 
 The daemon builds it for a node and calls it in this order: `preload` → `join` → `limit` … → `close`. A seed imports
 nothing of this file, and so no torch (docs/adr/0017-seeds-without-torch.md).
@@ -45,16 +45,16 @@ _log = log.get("daemon")
 class MemberParts:
     """Parts of the daemon that training uses."""
 
-    config: NodeConfig  # with the limits as at the start
+    config: NodeConfig  # with the limits at the start
     identity: Identity
-    credentials: Credentials  # as at the start
+    credentials: Credentials  # at the start
     spec: RunSpec
     run_dir: Path
     status: LiveStatus
     directives: Directives
     manifests: ManifestStore
     votes: VoteStore
-    corpus_socket: Path | None  # on which the trainer reads blocks that members have
+    corpus_socket: Path | None  # on which the trainer reads blocks from other members
     clock: Clock
 
 
@@ -62,7 +62,7 @@ class TrainingMember:
     """The training part of a node's daemon."""
 
     def __init__(self, parts: MemberParts, child: TrainerProcess) -> None:
-        """`child` becomes the trainer's process; its creator ends it if no trainer takes it."""
+        """`child` becomes the trainer's process; its creator ends it if it was not used."""
         config, directory = parts.config, parts.run_dir / "checkpoints"
         self.checkpoints = CheckpointWriter(
             CheckpointStore(directory, parts.spec, keep=config.checkpoint_keep),
@@ -85,7 +85,7 @@ class TrainingMember:
         self._preload = TrainerPreload(self._child, config, LOAD_TIMEOUT, self._parts.status.show_loading_progress)
 
     def join(self, network: Network, traffic: Traffic, link: CoordinatorLink) -> TrainingSession:
-        """Make the session, once the node has joined the swarm."""
+        """Create the session, once the node has joined the swarm."""
         parts = self._parts
         self.session = TrainingSession(
             NodeContext(
@@ -109,14 +109,14 @@ class TrainingMember:
         return self.session
 
     async def limit(self, config: NodeConfig) -> None:
-        """Apply the owner's limits to training. Raises `ModelTooLarge`, and then changes nothing."""
+        """Apply the owner's limits to training. Raises `ModelTooLarge` without changing anything."""
         if self.session is not None:
             await self.session.limit(self._trainer_config_of(config))
 
     async def close(self, stop_by: float) -> None:
         """Save the state and end the trainer. The optimiser's state is kept if there is time until `stop_by`."""
         if self.session is not None:
-            await self._save_state(self.session)  # first: it matters more, if time or disk space runs out
+            await self._save_state(self.session)  # first, because it matters more if time or disk space runs out
             left = stop_by - self._parts.clock.monotonic()
             if left > 0:
                 await self.session.keep_optimizer(timedelta(seconds=min(KEEP_TIMEOUT.total_seconds(), left)))

@@ -252,7 +252,10 @@ def _open_received(path: Path) -> BinaryIO:
 
 
 def _digest(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> bytes:
-    """SHA-256 of one tensor's bytes; `data` is the offset of the tensors. Raises `ValueError` and its like."""
+    """SHA-256 of one tensor's bytes; `data` is the offset of the tensors.
+
+    Raises `ValueError`, `KeyError` and the like.
+    """
     start, end = entry["data_offsets"]
     (elements,) = entry["shape"]
     if entry["dtype"] != "F32" or end - start != _FP32_BYTES * elements or not 0 <= start <= end:

@@ -121,7 +121,7 @@ def _write_event_files(
                 times.append((row.round, row.unix_ms / 1000))
         times = times[1:] or times
         for number, loss in sorted(held_out.items()):
-            at = bisect_right(times, number, key=itemgetter(0))  # losses have no times of their own
+            at = bisect_right(times, number, key=itemgetter(0))  # losses have no times, so they get those of rounds
             files.add(run, times[max(0, at - 1)][1], number, {"validation_loss": loss})
     return {"directory": str(directory), "files": len(files.names), "rows": count, "losses": len(held_out)}
 

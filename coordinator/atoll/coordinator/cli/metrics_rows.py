@@ -30,7 +30,7 @@ Value = float | None
 
 @dataclass(frozen=True)
 class Row:
-    """What one node reported of one round. `values` has each key of `UNITS`; None: not measured."""
+    """One node's metrics of one round. `values` has each key of `UNITS`; None: not measured."""
 
     round: int
     node: str
@@ -39,14 +39,14 @@ class Row:
     values: Mapping[str, Value]
 
     def document(self) -> dict[str, object]:
-        """As one flat object."""
+        """Return the row as one flat object."""
         place = {"round": self.round, "node": self.node, "peer_id": self.peer_id, "unix_ms": self.unix_ms}
         return {**place, **self.values}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows of which run."""
+    """Selection of rows of a run."""
 
     run_id: str
     node: str

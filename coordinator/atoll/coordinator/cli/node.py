@@ -234,7 +234,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
 
 
 def _end(node: wire.NodeView) -> str:
-    """Why its last process ended, while no other has connected."""
+    """Why the node's last process ended; empty after another one has connected."""
     told = ": ".join(filter(None, [reason_words(node.ended), node.ended_detail]))
     return told if node.left and told else "–"
 
@@ -254,7 +254,7 @@ def _availability_text(node: wire.NodeView) -> str:
 
 
 def _clock(status: mb.NodeStatus) -> str:
-    """The node's clock against the coordinator's."""
+    """The offset of the node's clock from the coordinator's."""
     if not status.HasField("clock_offset_seconds"):
         return "–"
     ahead = status.clock_offset_seconds

@@ -82,7 +82,7 @@ def _named(client: Client, names: Iterable[str]) -> dict[str, wire.NodeView]:
 
 
 def _lost(client: Client, run: str, days: float) -> dict[str, wire.NodeView]:
-    """Nodes without a connection for so many days, the longest first; those that never connected count from joining."""
+    """Nodes disconnected for so many days, the longest first; one that never connected counts from its joining."""
     since_ms = 1000 * (time.time() - 86400 * days)
     found = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
     lost = [node for node in found if not node.connected and _last_ms(node) <= since_ms]
@@ -104,7 +104,7 @@ def _confirm(chosen: Collection[wire.NodeView]) -> None:
 def _row(item: wire.ForgetNodeResponse, now: float) -> JsonObject:
     return {
         "name": item.name,
-        "peer": item.peer_id if item.banned else f"…{item.peer_id[-8:]}",  # `node unban` needs all of it
+        "peer": item.peer_id if item.banned else f"…{item.peer_id[-8:]}",  # `node unban` needs the whole peer id
         "run_id": item.run_id,
         "seen": time_ago(item.last_seen_unix_ms, now),
         "banned": "yes" if item.banned else "no",

@@ -21,7 +21,7 @@ _PIN_COLUMNS = [Column("node", "name"), Column("peer"), Column("pin"), Column("l
 
 
 def diff(client: Client, run: str, earlier: int, later: int, output: Output) -> None:
-    """Fetch two plans and print which nodes hold other layers."""
+    """Fetch two plans and print the nodes whose layers differ."""
     views = [
         client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
         for version in (earlier, later)
@@ -88,7 +88,7 @@ def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[s
 
 
 def _changes(earlier: wire.PlanView, later: wire.PlanView) -> Iterator[JsonObject]:
-    """Rows of nodes that hold other layers, by name."""
+    """Rows of nodes whose layers differ, by name."""
     names = {item.peer_id: item.name for view in (earlier, later) for item in view.nodes}
     before, after = ({item.peer_id: _span(item.span) for item in view.plan.assignments} for view in (earlier, later))
     for peer in sorted(before.keys() | after.keys(), key=lambda peer_id: (names.get(peer_id, ""), peer_id)):

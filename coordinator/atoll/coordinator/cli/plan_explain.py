@@ -45,7 +45,7 @@ class RunningPlan:
     problem: Problem
     layout: Layout
     doubts: tuple[str, ...]
-    tokens_per_second: float  # as its members report it now
+    tokens_per_second: float  # sum over its members' latest reports
     round_seconds: float | None  # between the last rounds; None: too few rounds
 
 
@@ -122,7 +122,7 @@ def live_plan(
     check_problem(seen.problem)
     problem, unfit = without_unfit_pins(seen.problem)
     late = [name for node, name in distinct_names(members) if not _follows_pin(node, spans[node.peer_id])]
-    if late:  # the plan does not follow these pins yet: evaluate it without pins
+    if late:  # the plan does not follow these pins yet, so evaluate it without pins
         problem = replace(problem, wishes=replace(problem.wishes, pins=()))
         unfit |= {name: f"{name} has a pin that this plan does not follow yet" for name in late}
     place = {node.peer_id: index for index, node in enumerate(members)}
@@ -152,7 +152,7 @@ def predicted_and_measured(now: Solution, live: RunningPlan) -> Iterator[str]:
 
 
 def advice(now: Solution, best: Solution) -> Iterator[str]:
-    """Sentence on what another layout of the same machines would gain."""
+    """Sentence on the gain of another layout of the same machines."""
     cheap = now.problem.wishes.goal is Goal.PRICE
     gain = best.evaluation.score / max(now.evaluation.score, 1e-300) - 1
     if gain < 0.01:
@@ -181,7 +181,7 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
 
 
 def planner_node(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
-    """A node as the planner knows it: what it reported, with the compute time of `span` only."""
+    """A node in the planner's form: its reports, with the compute time of `span` only."""
     paths = {path.peer_id: PathMeasurement(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     availability = node.availability or 1.0
     return PlannerNode(

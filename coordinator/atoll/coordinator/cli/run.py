@@ -252,6 +252,7 @@ def _round_row(item: wire.RoundView) -> JsonObject:
         "zeroed": item.parts_zeroed or "–",
         "codec": clean(item.codec, 8) or "–",
         "tokens": count_or_dash(item.tokens),
-        "seconds": f"{item.seconds:.1f}" if item.seconds else "–",  # of a round that was learned from its manifest
+        # empty for a round that was learned from its manifest
+        "seconds": f"{item.seconds:.1f}" if item.seconds else "–",
         "when": local_time(item.unix_ms),
     }

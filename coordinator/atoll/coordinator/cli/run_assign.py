@@ -49,7 +49,7 @@ def assign(
 
 
 def _connected(client: Client, run: str) -> list[str]:
-    """Peer ids of a run's connected nodes, seeds first: nodes then learn where they are."""
+    """Peer ids of a run's connected nodes, seeds first, so that nodes learn the seeds' new run."""
     there = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
     seeds_first = sorted(there, key=lambda it: pb.ROLE_SEED not in it.roles)
     chosen = [it.peer_id for it in seeds_first if it.connected and not it.banned]

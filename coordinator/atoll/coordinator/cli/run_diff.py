@@ -47,5 +47,5 @@ def diff(
 
 
 def _text(value: object) -> str:
-    """The value as it stands in TOML, nearly; a dash where the spec has none."""
+    """The value approximately as in TOML; a dash if the spec does not have it."""
     return "–" if value is None else json.dumps(value, ensure_ascii=False)

@@ -82,7 +82,7 @@ def checkpoint(
 def _wait_for_checkpoint(
     client: Client, request: wire.OrderCheckpointRequest, seconds: float
 ) -> wire.OrderCheckpointResponse:
-    """Repeat the order until it is fulfilled. Raises `DeadlineExceeded`."""
+    """Repeat the order until it is carried out. Raises `DeadlineExceeded`."""
     end = time.monotonic() + seconds
     while True:
         found = client.call(client.stub.OrderCheckpoint, request)

@@ -78,7 +78,7 @@ def fork(
 
 
 def _may_lose_it(client: Client, source: wire.ForkSourceView) -> bool:
-    """True if all holders are still in the source's run, and none is seen to keep more than one checkpoint."""
+    """True if all holders are still in the source's run, and none is known to keep more than one checkpoint."""
     if any(it.run_id != source.run_id for it in source.holders):
         return False
     held = client.call(client.stub.ListCheckpoints, wire.ListCheckpointsRequest(run_id=source.run_id)).checkpoints
@@ -87,7 +87,7 @@ def _may_lose_it(client: Client, source: wire.ForkSourceView) -> bool:
 
 
 def _places(holders: Iterable[wire.ForkHolder]) -> str:
-    """The nodes that can write genesis, those that are connected first."""
+    """The nodes that can write genesis, connected ones first."""
     ordered = sorted(holders, key=lambda it: (not it.connected, it.node_name))
     shown = [f"{it.node_name} (run {it.run_id}{'' if it.connected else ', not connected'})" for it in ordered[:_SHOWN]]
     more = len(ordered) - len(shown)

@@ -74,7 +74,7 @@ def changed(text: str, changes: Sequence[str]) -> RunSpec:
     try:
         spec = tomllib.loads(text)
     except (ValueError, RecursionError):
-        return parse_run_spec(text)  # raises what is wrong
+        return parse_run_spec(text)  # raises the error
     for change in changes:
         set_key(spec, change)
     return check_run_spec(spec)
@@ -117,6 +117,6 @@ def _runs(client: Client) -> list[KnownRun]:
 
     found = []
     for view in client.call(client.stub.ListRuns, wire.ListRunsRequest()).runs:
-        with suppress(RunSpecError):  # of a coordinator of another release
+        with suppress(RunSpecError):  # the run may be from a coordinator of another release
             found.append(KnownRun(view.run_id, parse_run_spec(view.spec_toml), view.layers))
     return found

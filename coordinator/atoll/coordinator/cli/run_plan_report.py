@@ -40,7 +40,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that is said about a run."""
+    """All facts about a run that are printed."""
 
     spec: RunSpec
     model: Model | None
@@ -54,7 +54,7 @@ class RunPlan:
 
     @property
     def cost(self) -> float | None:
-        """Of all nodes that have a place; None: unknown."""
+        """Cost of all nodes that have a place; None: unknown."""
         placement = self.nodes.placement
         if self.price_per_hour is None or self.seconds is None or placement is None:
             return None
@@ -64,7 +64,7 @@ class RunPlan:
 def make_run_plan(
     spec: RunSpec, runs: Sequence[KnownRun], candidates: Sequence[Candidate], price_per_hour: float | None
 ) -> RunPlan:
-    """Compute everything. Raises `UnsupportedModel`."""
+    """Compute all facts. Raises `UnsupportedModel`."""
     model = known_model(spec, runs)
     nodes = (
         forecast_nodes(spec, model, candidates, SystemClock())
@@ -92,7 +92,7 @@ def make_run_plan(
 
 
 def document(plan: RunPlan) -> JsonObject:
-    """Everything as plain values; None: unknown."""
+    """Return all facts as plain values; None: unknown."""
     spec, model, placement = plan.spec, plan.model, plan.nodes.placement
     length = spec.data.sequence_length
     frozen = sum(row.frozen_parameters for row in model.table.layers) if model else None
@@ -130,7 +130,7 @@ def document(plan: RunPlan) -> JsonObject:
 
 
 def facts(plan: RunPlan) -> list[tuple[str, object]]:
-    """Names and values, one a line."""
+    """Names and values, for one line each."""
     spec, model, rounds = plan.spec, plan.model, plan.rounds
     section, placement = spec.optimizer, plan.nodes.placement
     length = spec.data.sequence_length
@@ -247,7 +247,7 @@ def _place(node: NodeForecast, layers: int) -> str:
 
 
 def sentences(plan: RunPlan) -> Iterator[str]:
-    """Say what is predicted of what, what is assumed, and what is unknown."""
+    """Yield sentences about predictions, assumptions and unknown facts."""
     spec, model, nodes = plan.spec, plan.model, plan.nodes
     yield from (f"unknown: {sentence}" for sentence in unknown_of(spec, model))
     if model is not None and model.origin:

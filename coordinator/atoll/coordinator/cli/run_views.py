@@ -33,7 +33,7 @@ def show_runs(output: Output, document: JsonObject, runs: list[wire.RunView]) ->
 
 
 def show_one_run(output: Output, run: wire.RunView) -> None:
-    """Print one run so."""
+    """Print one run as `run show` does."""
     show_runs(output, {"run": message_dict(run)}, [run])
 
 
@@ -56,7 +56,7 @@ def _row(run: wire.RunView) -> JsonObject:
 
 
 def _left(run: wire.RunView) -> str:
-    """Time until the run is finished, at the pace of its recent rounds."""
+    """Time until the run is finished, by the pace of its recent rounds."""
     known = run.HasField("eta_unix_ms")
     return duration_text(max(0.0, run.eta_unix_ms / 1000 - time.time())) if known else "–"
 
@@ -88,7 +88,7 @@ def run_facts(run: wire.RunView) -> list[tuple[str, object]]:
 
 
 def _first_few(words: Sequence[str]) -> str:
-    """The first few texts and the number of the others; hundreds of nodes may load at once."""
+    """The first few texts, and the number of others, because hundreds of nodes may load at once."""
     shown, more = [clean(text, 80) for text in words[:_SHOWN]], len(words) - _SHOWN
     return "; ".join(shown) + (f"; {more} more" if more > 0 else "")
 

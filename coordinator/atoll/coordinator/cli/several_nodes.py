@@ -1,4 +1,4 @@
-"""Orders for several nodes: one that is refused does not keep the others from being carried out."""
+"""Orders for several nodes. If one is refused, the others are still carried out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Carried(Generic[T]):
     verb: str  # as in "were not moved"
 
     def raise_if_refused(self) -> None:
-        """Raise `UsageError` if some were refused. Print the answers first."""
+        """Raise `UsageError` if some orders were refused. Print the answers before this call."""
         if self.refused:
             count = self.refused + len(self.answers)
             raise UsageError(f"{self.refused} of {count} nodes were not {self.verb}", "see above")
 
 
 def carry_out(order: Callable[[str], T], nodes: Iterable[str], verb: str) -> Carried[T]:
-    """Order it for each node, once. Raises the first refusal if all of them are refused."""
+    """Send the order to each node, once. Raises the first refusal if all are refused."""
     answers: list[T] = []
     refused: list[AtollError] = []
     for node in dict.fromkeys(nodes):

@@ -1,4 +1,4 @@
-"""`--set` and `--unset`: a run's spec with other keys."""
+"""`--set` and `--unset`: a copy of a run's spec with changed keys."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def set_key(document: dict[str, Any], change: str) -> None:
 
 
 def _section(document: dict[str, Any], path: str) -> dict[str, Any]:
-    """The table of a dotted key; made if it is missing."""
+    """The table of a dotted key; created if it is missing."""
     *names, key = path.strip().split(".")
     table: Any = document
     for name in names:

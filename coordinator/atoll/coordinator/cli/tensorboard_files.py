@@ -1,4 +1,4 @@
-"""Event files that TensorBoard reads, written without it: TFRecords of `Event` messages with scalars.
+"""Event files that TensorBoard reads, written without its library: TFRecords of `Event` messages with scalars.
 
 A record is its length, a checksum of that, the message, and a checksum of it. Checksums are CRC-32C, masked. Messages
 are encoded by hand, because four fields are all that scalars need (tensorflow/core/util/event.proto).
@@ -62,7 +62,7 @@ def scalars_event(unix_seconds: float, step: int, values: Mapping[str, float]) -
 
 
 class EventFiles:
-    """Event files in the making, one for each directory. Few bytes are in memory, and no file stays open."""
+    """Event files that are being written, one for each directory. Few bytes are in memory, and no file stays open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ class EventFiles:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory."""
+        """Write the buffered bytes."""
         for name, records in self._pending.items():
             path = self._directory / name / FILE_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class EventFiles:
 
 @contextmanager
 def event_files(directory: Path) -> Iterator[EventFiles]:
-    """Yield files that replace those of an earlier call in `directory`, all at the end. Raises `ConfigError`."""
+    """Yield files that at the end replace, all together, those of an earlier call. Raises `ConfigError`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".atoll-", dir=directory))
@@ -111,7 +111,7 @@ def event_files(directory: Path) -> Iterator[EventFiles]:
 
 
 def directory_name(text: str) -> str:
-    """A name of a run or node as the name of a directory. Raises `PeerMisbehaved` for one that could be a path."""
+    """Return a directory name for a run or node. Raises `PeerMisbehaved` for a name that could be a path."""
     if not _NAME.fullmatch(text):
         raise PeerMisbehaved(f"the coordinator sent {text!r}, which cannot be the name of a directory")
     return text

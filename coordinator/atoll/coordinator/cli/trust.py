@@ -115,7 +115,7 @@ def verify(
 
 
 def _document(view: wire.ProofView) -> JsonObject:
-    """Without the bytes: `show --save` writes those."""
+    """Return the proof without its bytes, which `show --save` writes."""
     return {key: value for key, value in message_dict(view).items() if key != "proof"}
 
 

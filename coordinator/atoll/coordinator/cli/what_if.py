@@ -16,7 +16,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output
 
-EXPLAIN_TIME_FRACTION = 0.5  # share of the search time spent again on what would help
+EXPLAIN_TIME_FRACTION = 0.5  # share of the search time that is used again to find improvements
 COLUMNS = [
     Column("route", align_right=True),
     Column("region", align_right=True),
@@ -48,7 +48,7 @@ def plan_file(path: Path, seconds: float, output: Output, svg: Path | None = Non
 
 
 def check_writable(path: Path | None) -> None:
-    """Check the path before a search of minutes; leaves no new file behind. Raises `ConfigError`."""
+    """Check the path before a search of minutes; creates no file. Raises `ConfigError`."""
     if path is None:
         return
     try:

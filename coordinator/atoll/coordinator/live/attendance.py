@@ -1,7 +1,7 @@
 """Attendance of a run: the nodes that may be in its plan now, and the reasons why others may not. Pure.
 
-Plan upkeep, the planner's question and backup spans start from an `Attendance`. The admin service shows the reasons.
-This module also decides which corpus digest counts before genesis: the one that most eligible nodes share.
+Plan upkeep, the planner's question and backup spans use an `Attendance`. The admin service shows the reasons. This
+module also decides which corpus digest counts before genesis: the one that most eligible nodes share.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from atoll.v1 import membership_pb2 as mb
 
 STAGE_LOADING_TIMEOUT_SECONDS = 45.0  # for a restarted stage to load its layers, or to report a state
 DRAIN_SECONDS = 45.0  # longer than a draining node waits for its last round
-REST_SECONDS = 60.0  # at least, for the last round of a node that rests
-REJOIN_DELAYS_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # before a node may join the plan again, by its recent joins
+REST_SECONDS = 60.0  # at least, for the last round of a paused node
+# before a node may join the plan again, by its number of recent joins
+REJOIN_DELAYS_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)
 JOINS_FORGOTTEN_SECONDS = 600.0
 ELIGIBLE_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
 PINNED_OUT = "out"  # value of a pin: excluded from training
@@ -35,13 +36,13 @@ PINNED_OUT = "out"  # value of a pin: excluded from training
 class Attendance:
     """The nodes that may be in a run's plan: peer ids, each tuple ordered.
 
-    `awaited` nodes return or end within seconds: a planned node that just lost its stream; one that finished before the
-    coordinator heard of the last round; and a restarted stage that loads its layers.
+    `awaited` nodes return or count as lost within seconds: a planned node that just lost its stream; one that finished
+    before the coordinator received the last round; a restarted stage that loads its layers.
     """
 
     eligible: tuple[str, ...]
     awaited: tuple[str, ...]  # in the plan, and expected back
-    finishing: tuple[str, ...]  # in the plan until their last round: draining or resting; no new plan should use them
+    finishing: tuple[str, ...]  # in the plan until their last round (draining or paused); no new plan should use them
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -116,7 +117,7 @@ def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
 
 
 def only_strangers_are_there(state: State, run_id: str) -> bool:
-    """Whether the run waits for its known nodes: all eligible nodes are on probation, and it has others."""
+    """Whether the run waits for known nodes: all eligible nodes are on probation, but it also has others."""
     eligible = _eligible(state, run_id)
     return bool(eligible) and not known_nodes(state, eligible)
 
@@ -132,7 +133,7 @@ def corpus_expected(state: State, run_id: str) -> str:
 
 
 def most_common_corpus(state: State, run_id: str) -> str:
-    """Corpus digest that most eligible nodes share; of equals, that of the lowest peer id."""
+    """Corpus digest that most eligible nodes share; in a tie, that of the lowest peer id."""
     digests = Counter(state.live[peer].corpus_digest for peer in known_nodes(state, _eligible(state, run_id)))
     digests.pop("", None)
     return max(digests, key=lambda digest: digests[digest], default="")
@@ -149,8 +150,8 @@ def nodes_with_other_corpus(state: State, run_id: str, digest: str) -> Iterable[
 def corpus_notice(state: State, node: Node) -> str:
     """Notice for a node whose corpus differs from that of most nodes, before genesis; empty for other nodes.
 
-    After genesis such a node's stream ends instead. This is called for all nodes at every change, so the most common
-    digest is read from memory and not counted here.
+    After genesis, the stream of such a node ends instead. This function is called for all nodes at every change, so it
+    reads the most common digest from memory instead of counting.
     """
     live = state.live.get(node.peer_id)
     if live is None or not live.corpus_digest or corpus_expected(state, node.run_id):
@@ -163,7 +164,7 @@ def corpus_notice(state: State, node: Node) -> str:
 
 
 def can_still_write_genesis(state: State, run_id: str, peer_id: str) -> bool:
-    """True while the writer of genesis may still deliver: it should train, and is connected or just disconnected."""
+    """True while the writer of genesis may still deliver: it should train, and is connected or was until recently."""
     node, live = state.nodes[peer_id], state.live.get(peer_id)
     return (
         should_train(node)
@@ -175,7 +176,7 @@ def can_still_write_genesis(state: State, run_id: str, peer_id: str) -> bool:
 
 
 def may_join(memory: RunMemory, peer_id: str, now: float) -> bool:
-    """True where a node may join the plan now; the delay grows with the number of its recent joins."""
+    """True if a node may join the plan now. The delay grows with the number of its recent joins."""
     plan_joins = memory.plan_joins.get(peer_id, PlanJoins())
     wait = REJOIN_DELAYS_SECONDS[min(plan_joins.count, len(REJOIN_DELAYS_SECONDS) - 1)]
     return now - plan_joins.at >= wait
@@ -193,12 +194,12 @@ def recent_joins(memory: RunMemory, peer_id: str, now: float) -> int:
 
 
 def live_of(state: State, peer: str) -> LiveNode:
-    """The live record of a node; an empty one where the coordinator has not heard of it."""
+    """The live record of a node; an empty one if the coordinator has not heard from it."""
     return state.live.get(peer) or LiveNode(session=0, last_message_at=0.0)
 
 
 def should_train(node: Node) -> bool:
-    """True where neither the operator nor the node itself excluded it from training."""
+    """True if neither the operator nor the node itself excluded it from training."""
     return "node" in node.roles and node.pin != PINNED_OUT and not (node.banned or node.left or node.draining)
 
 
@@ -236,7 +237,7 @@ def _is_eligible(state: State, node: Node) -> bool:
 
 
 def _finishing(state: State, node: Node, now: float) -> bool:
-    """True while a draining node takes part in its last round: until it is done or `DRAIN_SECONDS` are over."""
+    """True while a draining node takes part in its last round, for at most `DRAIN_SECONDS`."""
     live = state.live.get(node.peer_id)
     if live is None or live.counted_as_lost or not node.draining or node.banned or node.left:
         return False
@@ -246,10 +247,10 @@ def _finishing(state: State, node: Node, now: float) -> bool:
 
 
 def _is_resting(state: State, node: Node, voters: frozenset[str], now: float) -> bool:
-    """True for a paused replica until its last rounds, one of each fragment, or until the time for them is over.
+    """True for a paused replica until its last rounds, one of each fragment, have committed or timed out.
 
-    `voters` decide the next round; its last round does not name it among them. A paused stage of a longer route holds
-    the whole route up: it is replaced at once, and `quorum_guard` keeps its vote.
+    `voters` decide the next round; the node's last round does not name it as one. A paused stage of a longer route
+    stops the whole route, so it is replaced at once, and `quorum_guard` keeps its vote.
     """
     live, memory = state.live.get(node.peer_id), state.memory[node.run_id]
     plan = memory.plan
@@ -264,7 +265,7 @@ def _is_resting(state: State, node: Node, voters: frozenset[str], now: float) ->
 
 
 def _is_loading_stage(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
-    """True for a restarted stage that loads its layers: without it, its whole route would lose its place."""
+    """True for a restarted stage that loads its layers: without this wait, its whole route would lose its place."""
     live = state.live.get(peer_id)
     stage = plan is not None and peer_id in plan.stages and not plan.is_replica(peer_id)
     joining = live is not None and live.connected and live.status.state == mb.NODE_STATE_JOINING
@@ -276,7 +277,7 @@ def _within_loading_timeout(live: LiveNode, now: float) -> bool:
 
 
 def _may_return(state: State, peer_id: str, now: float) -> bool:
-    """True for a disconnected node until it is lost, and for a while for one that is finished or reports no state."""
+    """True for a node that just disconnected, and for a while for one that has finished or reports no state."""
     live = state.live.get(peer_id)
     if live is None or live.counted_as_lost:
         return False

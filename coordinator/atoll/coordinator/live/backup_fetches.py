@@ -1,4 +1,7 @@
-"""Fetches of layers outside the plan, for standbys and neighbour copies: who may make them, and how long. Pure."""
+"""Fetches of layers outside the plan, for standbys and neighbour copies: which nodes may fetch, and for how long.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from atoll.v1 import membership_pb2 as mb
 def pending_fetches(
     draft: Draft, run_id: str, policy: Policy, spans: Mapping[str, range], before: Mapping[str, PendingFetch]
 ) -> dict[str, PendingFetch]:
-    """Fetches of `spans`; those of `before` keep their start. Nodes that are late or refuse are left out, and noted."""
+    """Fetches of `spans`. Those in `before` keep their start time. Late and refusing nodes are removed and recorded."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     pending = {
         peer: known if (known := before.get(peer)) and known.span == span else PendingFetch(span, now)
@@ -43,13 +46,13 @@ def _is_late(state: State, run_id: str, policy: Policy, peer: str, fetch: Pendin
 
 
 def may_hold(state: State, run_id: str, peer: str, span: range) -> bool:
-    """True where a node has the memory for the span, as far as it reported, and no pin to other layers."""
+    """True if a node has the memory for the span, as far as known, and is not pinned to other layers."""
     pinned = pinned_span(state.nodes[peer])
     return pinned in (None, (span.start, span.stop - 1)) and span_fits(state, run_id, peer, span)
 
 
 def may_fetch(state: State, run_id: str, peer: str, now: float) -> bool:
-    """True where a node reported its profile, and was not too slow to fetch recently."""
+    """True if a node reported its profile and was not too slow to fetch recently."""
     return has_planner_inputs(live_of(state, peer).profile) and not was_slow_recently(state.memory[run_id], peer, now)
 
 
@@ -59,7 +62,7 @@ def was_slow_recently(memory: RunMemory, peer: str, now: float) -> bool:
 
 
 def links_carry(state: State, peers: Iterable[str], sent_bytes: float, seconds: float) -> bool:
-    """True where the uplink of each of these nodes sends that much in that time; an unknown uplink counts as enough.
+    """True if the uplink of each node can send `sent_bytes` in `seconds`. An unknown uplink counts as sufficient.
 
     Only uplinks are measured; home links receive faster than they send.
     """
@@ -73,5 +76,5 @@ def parameters_of(state: State, run_id: str, span: range) -> float:
 
 
 def is_training(state: State, peer: str) -> bool:
-    """True where a node reports that it trains."""
+    """True if a node reports that it trains."""
     return live_of(state, peer).status.state == mb.NODE_STATE_TRAINING

@@ -11,18 +11,18 @@ from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.snapshot import Policy, State
 from atoll.coordinator.store.records import Node
 
-MAX_HAND_OVER_SECONDS = 300.0  # beside a preparation's own deadline; then the node leaves in any case
+MAX_HAND_OVER_SECONDS = 300.0  # in addition to a preparation's own deadline; then the node leaves in any case
 
 
 def must_hand_over(state: State, node: Node) -> bool:
-    """True where other nodes must take over layers before this node leaves: it is a stage of a training route."""
+    """True if other nodes must take over this node's layers before it leaves: it is a stage of a training route."""
     plan = state.memory[node.run_id].plan if node.run_id in state.memory else None
     trains = plan is not None and state.runs[node.run_id].state == "TRAINING"
     return trains and plan is not None and node.peer_id in plan.stages and not plan.is_replica(node.peer_id)
 
 
 def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Release drained nodes whose layers are handed over, or whose time for that is over."""
+    """Release drained nodes whose layers are handed over, or whose time for the handover is over."""
     now = draft.now.monotonic
     for node in draft.state.members_of(run_id):
         live = draft.state.live.get(node.peer_id)
@@ -38,10 +38,10 @@ def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def _is_settled(state: State, run_id: str, now: float) -> bool:
-    """True where the planner has answered for the present attendance and no preparation is under way."""
+    """True if the planner has answered for the current attendance and no plan is being prepared."""
     memory, attendance = state.memory[run_id], attendance_of(state, run_id, now)
     if memory.preparation is not None:
-        return False  # drained nodes are members until the prepared plan without them is issued
+        return False  # drained nodes stay members until the prepared plan without them is issued
     asks = memory.question is not None and not memory.question.given_routes
     answered = memory.answered_question
     known = answered is not None and answered.nodes == planner_question.planning_inputs(state, attendance)

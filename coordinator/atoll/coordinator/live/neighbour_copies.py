@@ -1,12 +1,13 @@
 """Neighbour copies: a stage holds the layers of its neighbour on the route, which has no standby. Pure.
 
-A *neighbour copy* (`second_copies` in the run spec) is for a stage without a standby: the stage before or behind it on
-the route fetches its layers to disk, if both spans fit, and follows their rounds there (the node's `state/prefetch`).
-It trains its own span alone, and the plan does not show the copy. `stage_take_over.py` uses it when the stage is gone.
+A *neighbour copy* (`second_copies` in the run spec) is for a stage without a standby. The previous or next stage of the
+route fetches that stage's layers to disk, if both spans fit in its memory, and keeps them current (the node's
+`state/prefetch`). It still trains only its own span, and the plan does not contain the copy. `stage_take_over.py` uses
+the copy when the stage is gone.
 
-Each node has at most one copy; stages with the fewest holders come first; a copy stays while the route stays. A holder
-is sent these layers anew at each of their rounds, so a pair has no copy where that would take over a quarter of the
-time between two rounds on one of its links.
+Each node has at most one copy. Stages with the fewest holders come first. A copy stays while the route stays. A holder
+fetches the copied layers again after each of their rounds. So there is no copy if that would use a link for more than a
+quarter of the time between two rounds.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 
 _MAX_LINK_SHARE = 0.25  # of the time between two rounds, to send or fetch a copy's layers
-_DROP_LINK_SHARE = 0.4  # above this share an existing copy is dropped
-_CHECK_INTERVAL_SECONDS = 2.0  # between checks which nodes should have a copy
+_DROP_LINK_SHARE = 0.4  # an existing copy is dropped above this share
+_CHECK_INTERVAL_SECONDS = 2.0  # between two decisions which nodes should have a copy
 _REFRESH_INTERVAL_SECONDS = 10.0  # between updates of the time at which a copy was complete
 
 
 @dataclass(frozen=True)
 class NeighbourPair:
-    """Two neighbours on a route: `holder` may hold the layers of `stage` beside its own."""
+    """Two neighbours on a route: `holder` may hold the layers of `stage` in addition to its own."""
 
     holder: str  # peer id
     stage: str  # peer id
@@ -55,7 +56,7 @@ class NeighbourPair:
 
 
 def complete_copies(state: State, plan: Plan) -> Iterator[NeighbourPair]:
-    """Pairs whose copy is complete, as of the newest round or nearly."""
+    """Pairs whose copy is complete and of the newest round or nearly."""
     copies = state.memory[plan.run_id].copy_fetches
     for pair in neighbour_pairs(plan):
         fetch = copies.get(pair.holder)
@@ -68,7 +69,7 @@ def complete_copies(state: State, plan: Plan) -> Iterator[NeighbourPair]:
 
 
 def neighbour_pairs(plan: Plan) -> Iterator[NeighbourPair]:
-    """All pairs of neighbours, along each route; for each stage, the one before it first."""
+    """All pairs of neighbours along each route; for each stage, the previous stage comes first."""
     for route in routes_of(plan):
         spans = [(part.peer_id, part.span) for part in route]
         for place, (peer, span) in enumerate(spans):
@@ -77,7 +78,7 @@ def neighbour_pairs(plan: Plan) -> Iterator[NeighbourPair]:
 
 
 def choose_copies(able: Iterable[NeighbourPair]) -> dict[str, NeighbourPair]:
-    """Choose pairs by holder: one copy per holder and one per stage; earlier pairs first."""
+    """Choose pairs, by holder: one copy per holder and one per stage. Earlier pairs come first."""
     found: dict[str, NeighbourPair] = {}
     copied = set()
     for pair in able:
@@ -88,7 +89,7 @@ def choose_copies(able: Iterable[NeighbourPair]) -> dict[str, NeighbourPair]:
 
 
 def update_copies(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
-    """Choose the nodes that hold a neighbour's layers; `prefetch.layers_to_fetch` makes them fetch these."""
+    """Choose the nodes that hold a neighbour's layers. `prefetch.layers_to_fetch` tells them to fetch these."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     plan, checked_at = memory.plan, memory.copies_checked_at
     if plan is None or memory.no_plan_reason or (checked_at is not None and now - checked_at < _CHECK_INTERVAL_SECONDS):
@@ -113,7 +114,7 @@ def _log_wanted(draft: Draft, run_id: str, pair: NeighbourPair) -> None:
 
 
 def drop_unusable_copies(draft: Draft, run_id: str) -> None:
-    """Drop copies that fit no pair of the plan. The time of a holder that fetches for a prepared plan starts anew."""
+    """Drop copies that fit no pair of the plan. Restart the deadline of a holder that fetches for a prepared plan."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.copy_fetches and memory.plan is not None:
         usable = {(pair.holder, pair.joint_span) for pair in neighbour_pairs(memory.plan)}
@@ -130,9 +131,9 @@ def drop_unusable_copies(draft: Draft, run_id: str) -> None:
 def _wanted_copies(
     state: State, plan: Plan, attendance: Attendance, now: float, *, settled: bool
 ) -> dict[str, NeighbourPair]:
-    """Pairs that should have a copy, by holder; new ones only under a plan that is `settled`.
+    """Pairs that should have a copy, by holder. New pairs only if the plan is `settled`.
 
-    A stage whose span a standby holds needs no copy. A stage whose span a standby fetches gets no new one.
+    A stage needs no copy if a standby holds its span. It gets no new copy while a standby fetches its span.
     """
     run_id, memory = plan.run_id, state.memory[plan.run_id]
     if not memory.spec.pipeline.second_copies:
@@ -165,17 +166,18 @@ def _wanted_copies(
         and _links_carry_copy(state, pair, run_id, _MAX_LINK_SHARE)
     ]
     holders = {span: len(plan.holders(span)) for span in {pair.stage_span for pair in new}}
-    return choose_copies([*present, *sorted(new, key=lambda it: holders[it.stage_span])])  # of equals along the route
+    # in a tie, in the order of the routes
+    return choose_copies([*present, *sorted(new, key=lambda it: holders[it.stage_span])])
 
 
 def _refreshed(state: State, peer: str, fetch: PendingFetch, now: float) -> PendingFetch:
-    """Restart the time of a complete copy, so that it is never late."""
+    """While the copy is complete, restart its fetch deadline."""
     recent = now - fetch.since < _REFRESH_INTERVAL_SECONDS
     return fetch if recent or not prefetch.has_prefetched(state, peer, fetch.span) else PendingFetch(fetch.span, now)
 
 
 def _links_carry_copy(state: State, pair: NeighbourPair, run_id: str, share: float) -> bool:
-    """True where both links carry the state of the stage's layers in that share of the time between two rounds."""
+    """True if both links carry the state of the stage's layers in `share` of the time between two rounds."""
     sent_bytes = STATE_BYTES_PER_PARAMETER * parameters_of(state, run_id, pair.stage_span)
     seconds = share * plan_issue.round_seconds(state.memory[run_id])
     return links_carry(state, (pair.holder, pair.stage), sent_bytes, seconds)

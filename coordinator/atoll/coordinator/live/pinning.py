@@ -74,7 +74,7 @@ def _check_span(state: State, node: Node, span: Span) -> None:
 
 
 def _check_together(state: State, pinned: Node) -> None:
-    """Raise `PlanInputInvalid` where this pin leaves a layer that no enrolled node may hold."""
+    """Raise `PlanInputInvalid` if with this pin no enrolled node may hold some layer."""
     nodes = [pinned if node.peer_id == pinned.peer_id else node for node in state.members_of(pinned.run_id)]
     nodes = [node for node in nodes if should_train(node)]
     if any(not node.pin for node in nodes):
@@ -90,7 +90,7 @@ def _check_together(state: State, pinned: Node) -> None:
 
 
 def _first_gap(spans: list[Span], table: bytes) -> int | None:
-    """First layer that none of these ordered spans holds; before genesis the number of layers is unknown."""
+    """First layer that none of these ordered spans holds. Before genesis the number of layers is unknown."""
     layers, held = len(plan_pb2.LayerTable.FromString(table).layers), 0
     for first, last in spans:
         held = max(held, last + 1) if first <= held else held

@@ -17,7 +17,7 @@ from atoll.core.plan import Plan
 
 
 def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
-    """Build the planner's question. Where all nodes hold all layers the routes are given, and only evaluated.
+    """Build the planner's question. If all nodes hold all layers, the routes are given and only evaluated.
 
     Raises `InvalidTransition` while the run does not train.
     """
@@ -26,7 +26,8 @@ def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) 
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: only runs that train have plans", "see `atollctl run show`"
         )
-    question = replace(planner_question.build_question(state, now, run_id, policy), number=0)  # others start at 1
+    # the questions of the state machine start at 1
+    question = replace(planner_question.build_question(state, now, run_id, policy), number=0)
     attendance = attendance_of(state, run_id, now.monotonic)
     if replan_trigger.needs_routes(state, run_id, attendance):
         return question
@@ -36,11 +37,11 @@ def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) 
 
 
 def apply(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
-    """Issue the plan of the answer and return it; None where the present plan stays.
+    """Issue the plan of the answer and return it; None if the current plan stays.
 
-    Raises `InvalidTransition` where nobody could decide a round under it.
+    Raises `InvalidTransition` if no quorum could decide a round under the new plan.
     """
-    lookup.run(state, run_id)  # it may have been deleted since the question
+    lookup.run(state, run_id)  # the run may have been deleted since the question
     if not question.given_routes:
         step = planner_answer.accept_answer(state, now, run_id, question, answer, ordered=True)
         if step.result is None:
@@ -56,7 +57,7 @@ def _apply_replicas(state: State, now: StepTime, run_id: str) -> Step[Plan | Non
     if plan is None or not attendance.members or _is_present_plan(state, plan, attendance.members):
         return draft.done(None)
     if state.runs[run_id].state != "TRAINING" or replan_trigger.needs_routes(state, run_id, attendance):
-        return draft.done(None)  # changed since the question
+        return draft.done(None)  # the run changed since the question
     reason = f"{membership_change(state, plan.members, attendance.members)}; ordered by the operator"
     if not issue_replica_plan(draft, run_id, attendance.members, reason):
         _require_decidable(draft.state, run_id)
@@ -64,7 +65,7 @@ def _apply_replicas(state: State, now: StepTime, run_id: str) -> Step[Plan | Non
 
 
 def _is_present_plan(state: State, plan: Plan, members: Sequence[str]) -> bool:
-    """True where a plan of these replicas, and of the voters that it must keep, would be the present one."""
+    """True if a plan of these replicas, with the voters that it must keep, equals the current one."""
     voters = quorum_guard.voters_to_keep(state, plan.run_id, dict.fromkeys(members, range(plan.layers)))
     return plan.stages == set(members) and set(plan.standbys) == voters.keys()
 

@@ -1,7 +1,7 @@
 """Issues a plan: sets its version, reduce shares, former members and figures, and writes the event. Pure.
 
-`issue_replica_plan` is for runs in which every node holds all layers, `issue_route_plan` for pipelines. Both issue no
-plan under which nobody could decide the next round (`quorum_guard.py`).
+`issue_replica_plan` is for runs in which every node holds all layers, `issue_route_plan` for pipelines. Neither issues
+a plan whose members could not decide the next round (`quorum_guard.py`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class PlanNotes:
 
 
 def next_version(run: Run) -> int:
-    """Version of the run's next plan: higher than any issued one, also those of before a restore or a deletion."""
+    """Version of the run's next plan: higher than any earlier one, including those before a restore or a deletion."""
     return max(run.plan_version, run.plan_floor, run.plans_before) + 1
 
 
 def issue_replica_plan(
     draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None
 ) -> bool:
-    """Issue the next plan, in which each of these peer ids holds all layers; `base`: a new base, if any.
+    """Issue the next plan, in which each of `members` holds all layers. `base`: a new base, if any.
 
-    False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
+    Returns False without a plan if its members could not decide the next round (`quorum_guard.py`).
     """
     run, before = draft.state.runs[run_id], draft.state.memory[run_id].plan
     spans = dict.fromkeys(members, range(len(layer_weights(run))))
@@ -66,7 +66,8 @@ def issue_replica_plan(
     if voters is None:
         return False
     routes = [(RoutePart(peer, span.start, span.stop - 1),) for peer, span in spans.items()]
-    on_probation = planned_probation(draft.state, routes, voters)  # they reduce nothing, while there are others
+    # members on probation reduce only if there are no others
+    on_probation = planned_probation(draft.state, routes, voters)
     reducers = [peer for peer in members if peer not in on_probation] or members
     shares = best_shares(reported_links(draft.state, reducers))
     rates = {peer: reduce_rate(share, len(reducers)) for peer, share in shares.items()}
@@ -87,7 +88,7 @@ def issue_route_plan(
 ) -> bool:
     """Issue the next plan, with these routes (at least one) and these standbys (layers by peer id).
 
-    False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
+    Returns False without a plan if its members could not decide the next round (`quorum_guard.py`).
     """
     run = draft.state.runs[run_id]
     spans = {part.peer_id: part.span for route in routes for part in route}
@@ -108,7 +109,7 @@ def reported_links(state: State, members: Iterable[str]) -> dict[str, NodeLink]:
     for peer in members:
         live = state.live.get(peer)
         reported = live.status.uplink_bytes_per_second if live is not None else 0.0
-        uplink = reported if 0 < reported <= MAX_UPLINK_BYTES_PER_SECOND else 0.0  # 0 for NaN too
+        uplink = reported if 0 < reported <= MAX_UPLINK_BYTES_PER_SECOND else 0.0  # also 0 for NaN
         found[peer] = NodeLink(uplink, needs_relay(state.nodes[peer].multiaddrs))
     return found
 
@@ -134,7 +135,7 @@ def _layer_weights(table: bytes) -> tuple[float, ...]:
 
 
 def round_seconds(memory: RunMemory) -> float:
-    """Seconds between two rounds at the plan's measured or predicted pace, whichever is higher; inf: unknown."""
+    """Seconds between two rounds, from the higher of the plan's measured and predicted pace; infinite if unknown."""
     figures = memory.figures
     rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
     return memory.spec.sync.round_tokens / rate if rate else math.inf
@@ -201,7 +202,7 @@ def _log_issued(draft: Draft, plan: Plan) -> None:
 
 
 def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
-    """Earlier members that may still answer: a round at the time of the change may be known to them alone."""
+    """Earlier members that may still answer. They alone may know a round that was committed during the change."""
     earlier = {*before.members, *before.former} - set(plan.members) if before is not None else set()
     return tuple(sorted(peer for peer in earlier if _may_still_answer(state, peer)))[:MAX_FORMER_MEMBERS]
 
@@ -226,7 +227,7 @@ def _figures(plan: Plan, notes: PlanNotes) -> PlanFigures:
 
 
 def _fetched_bytes(run: Run, before: Plan | None, spans: Mapping[str, range]) -> float:
-    """Bytes of anchor and momentum of layers in these spans that their nodes do not hold under `before`."""
+    """Bytes of anchor and momentum that nodes must fetch for these spans, beyond what they hold under `before`."""
     weights, held = layer_weights(run), spans_of(before) if before else {}
     new = (weights[layer] for peer, span in spans.items() for layer in span if layer not in held.get(peer, range(0)))
     return STATE_BYTES_PER_PARAMETER * sum(new)

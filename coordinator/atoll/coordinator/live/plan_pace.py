@@ -1,6 +1,6 @@
-"""Predicted and measured pace of the present plan, stored with its figures. Pure.
+"""Predicted and measured pace of the current plan, stored with its figures. Pure.
 
-The measured pace is the mean of tokens per second over the plan's time. A route's tokens are those that its driver
+The measured pace is the mean of tokens per second since the plan was issued. A route's tokens are those that its driver
 reports. Time counts only while every driver is connected and follows the plan, so neither a change of plans nor a
 restart of the coordinator looks like slow training.
 """
@@ -18,8 +18,8 @@ from atoll.core.plan import Plan
 
 SAMPLE_SECONDS = 5.0
 PERSIST_INTERVAL_SECONDS = 60.0  # of measured time between two writes of the mean
-MOST_TOKENS_PER_SECOND = 1e12  # a higher report counts as this: sums of huge floats overflow
-MAX_PREDICTED_MEMBERS = 256  # a plan of more replicas gets no prediction: it takes too long
+MOST_TOKENS_PER_SECOND = 1e12  # a higher report is reduced to this, because sums of huge floats overflow
+MAX_PREDICTED_MEMBERS = 256  # a larger replica plan gets no prediction, because that takes too long
 
 
 def sample_pace(draft: Draft, run_id: str) -> None:
@@ -51,7 +51,7 @@ def trained_tokens_per_second(state: State, plan: Plan) -> float:
 
 
 def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Ask the planner once for the pace of a replica plan, as soon as all members reported their profiles.
+    """Ask the planner once for the pace of a replica plan, after all members have reported their profiles.
 
     Route plans have a prediction already, from the search.
     """

@@ -1,8 +1,8 @@
 """Time between two plans: changes are gathered, unless waiting would stop the run. Pure.
 
-Members adopt a plan at different moments, and an attempt at a round fails where they follow different ones. So plans
-follow each other after `Policy.plan_interval_seconds`. A plan does not wait in two cases: the members that are left of
-the present plan cannot decide the next round, or no route of it trains.
+Members adopt a plan at different moments, and an attempt at a round fails if its members follow different plans. So two
+plans are at least `Policy.plan_interval_seconds` apart. A plan does not wait in two cases: the remaining members of the
+current plan cannot decide the next round, or none of its routes trains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def may_issue(
     now: float,
     gone: Collection[str] = (),
 ) -> bool:
-    """True where the next plan is due: the last one is old enough, or waiting would stop the run.
+    """True if the next plan may be issued: the last one is old enough, or waiting would stop the run.
 
     `gone`: peer ids of stages that are counted as lost although they may return.
     """

@@ -1,8 +1,8 @@
 """Upkeep of a run's plan: issues the next plan when the nodes have changed. Pure.
 
-All eligible nodes are in the plan. When that set changes and stays changed for the debounce time, the next plan is
-issued, as soon as the last one is old enough (`plan_spacing.py`). An empty plan is never issued: nodes keep the last
-one. Where a node cannot hold all layers, `replan_trigger` asks the planner instead.
+All eligible nodes are in the plan. When that set has changed for the debounce time and the last plan is old enough
+(`plan_spacing.py`), the next plan is issued. An empty plan is never issued; nodes keep the last one. If a node cannot
+hold all layers, `replan_trigger` asks the planner instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.core.plan import Plan
 
 
 def issue_first_plan(draft: Draft, run_id: str) -> None:
-    """Issue plan 1 to every node that is ready, once genesis is durable. Does nothing where the planner is needed."""
+    """Issue plan 1 to all ready nodes, once genesis is stored. Does nothing if the planner is needed."""
     state = draft.state
     if replan_trigger.needs_routes(state, run_id, attendance_of(state, run_id, draft.now.monotonic)):
         return
@@ -36,7 +36,7 @@ def issue_first_plan(draft: Draft, run_id: str) -> None:
 
 
 def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Issue the next plan, or ask for it, when it is due."""
+    """Issue the next plan if it is due, or ask the planner for it."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if now < memory.no_plan_before:
         return
@@ -70,7 +70,7 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
 
 
 def _end_fetches(draft: Draft, run_id: str) -> None:
-    """Only plans with routes are prepared, and only they have standbys and copies."""
+    """Drop preparation, standbys and copies, which only plans with routes have."""
     memory = draft.state.memory[run_id]
     if memory.preparation is not None:
         draft.remember(run_id, preparation=None)
@@ -81,7 +81,7 @@ def _end_fetches(draft: Draft, run_id: str) -> None:
 def _replica_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
 ) -> tuple[ReplanReason, str, float] | None:
-    """Why a new replica plan is due (for `changed_why`, and for people), and its debounce seconds; None: it is not."""
+    """Why a new replica plan is due (for `changed_why` and as text), and its debounce seconds; None if none is due."""
     spans = dict.fromkeys(members, range(plan.layers))
     voters = tuple(sorted(quorum_guard.voters_to_keep(state, plan.run_id, spans)))
     others = members != tuple(sorted(plan.stages)) or voters != plan.standbys
@@ -96,7 +96,7 @@ def _replica_change(
 def _share_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
 ) -> tuple[ReplanReason, str, float] | None:
-    """The same for other shares of reducing."""
+    """Why new reduce shares are due, as in `_replica_change`."""
     reducers = sorted(plan.without_probation(set(members)) or set(members))
     speedup = reshare_speedup(reported_links(state, reducers), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:
@@ -107,7 +107,7 @@ def _share_change(
 
 
 def _change_text(state: State, plan: Plan, members: tuple[str, ...], voters: tuple[str, ...]) -> str:
-    """Describe who joins and who leaves, and who is kept only to vote."""
+    """Describe which nodes join, leave, train again, or stay only to vote."""
     names = ", ".join(sorted(state.nodes[peer].name for peer in voters))
     kept = f"{names} only {'votes' if len(voters) == 1 else 'vote'}: without them nobody could decide" if voters else ""
     returned = [state.nodes[peer].name for peer in members if peer in plan.standbys]

@@ -1,10 +1,10 @@
 """Handling of the planner's answers: an answer is dropped, prepared, or issued as the next plan. Pure.
 
 A plan that moves layers is *prepared* first: nodes fetch their layers while the present plan continues
-(`state/prefetch.py`). A plan under which nobody could decide waits as a preparation, too (`quorum_guard.py`). Nodes
-without a place are told why. Findings about nodes' figures are recorded: a claim that differs from measurements is
-reported once and shown while it lasts; the correction of a node's layer times is kept, because a trainer that starts
-with other layers has no measured time for a while, and its node must not count as fast as it claims meanwhile.
+(`state/prefetch.py`). A plan whose members could not decide a round waits as a preparation too (`quorum_guard.py`).
+Nodes without a place get the reason. Findings about nodes' figures are recorded. A claim that differs from measurements
+is logged once, and shown while it lasts. The correction of a node's layer times is kept: after a trainer starts with
+other layers, there is no measured time for a while, and the node's own claim must not be used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.core.plan import Plan
 
-_UNPREPARED_WAIT_FACTOR = 4.0  # × the time waited for a node in vain: how long no plan waits for it again
+# times the wait for a node that did not fetch in time: how long no plan waits for that node again
+_UNPREPARED_WAIT_FACTOR = 4.0
 
 
 def accept_answer(
     state: State, now: StepTime, run_id: str, question: Question, answer: Answer, *, ordered: bool = False
 ) -> Step[Plan | None]:
-    """Handle an answer; returns the plan that was issued, if any. `ordered`: by the operator, so issue it at once."""
+    """Handle an answer, and return the plan that was issued, if any.
+
+    `ordered`: the operator asked, so issue it at once.
+    """
     draft = Draft(state, now)
     memory = state.memory[run_id]
     waits = memory.question is not None and memory.question.number == question.number
@@ -56,14 +60,14 @@ def accept_answer(
     elif ordered:
         _issue(draft, run_id, question, answer)
     elif not _prepare(draft, run_id, question, answer, attendance) and not _issue(draft, run_id, question, answer):
-        waiting = Preparation(question, answer, {}, now.monotonic)  # for voters to return
+        waiting = Preparation(question, answer, {}, now.monotonic)  # waits for voters to return
         draft.remember(run_id, preparation=waiting)
     plan = draft.state.memory[run_id].plan
     return draft.done(plan if plan is not memory.plan else None)
 
 
 def record_findings(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
-    """Record doubts and corrections of the nodes that the question was about; others keep theirs."""
+    """Record doubts and corrections of the nodes in the question. Those of other nodes stay."""
     memory, peers = draft.state.memory[run_id], question.peer_by_name()
     found = {peers[name]: doubt for name, doubt in answer.doubts.items() if name in peers}
     for peer in sorted(found.keys() - memory.claim_doubts.keys()):
@@ -75,13 +79,13 @@ def record_findings(draft: Draft, run_id: str, question: Question, answer: Answe
 
 
 def _inputs_of_asked(state: State, question: Question, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
-    """Planning inputs of the nodes in the operator's question; the next question covers nodes that joined since."""
+    """Planning inputs of the nodes in the operator's question. Nodes that joined since are in the next question."""
     asked = {node.peer_id for node in question.nodes}
     return tuple(item for item in planner_question.planning_inputs(state, attendance) if item[0] in asked)
 
 
 def _is_still_valid(state: State, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
-    """True where the plan, and the nodes that the answer places, have not changed since the question."""
+    """True if the plan, and the nodes that the answer uses, have not changed since the question."""
     peers = _placed_peers(question, answer)
     names, plan = question.name_by_peer(), state.memory[run_id].plan
     pinned = all(it in state.nodes and pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
@@ -90,7 +94,7 @@ def _is_still_valid(state: State, run_id: str, question: Question, answer: Answe
 
 
 def _placed_peers(question: Question, answer: Answer) -> list[str]:
-    """Peer ids of the nodes that the answer places; of all nodes where it places none."""
+    """Peer ids of the nodes that the answer uses; all nodes of the question if it uses none."""
     peers = question.peer_by_name()
     return [peers[name] for name in {name for route in answer.routes for name, _, _ in route} or peers.keys()]
 
@@ -108,7 +112,7 @@ def _changed(state: State, question: Question, peers: Sequence[str], attendance:
 def continue_preparation(
     draft: Draft, run_id: str, policy: Policy, coming: Preparation, attendance: Attendance
 ) -> None:
-    """Issue the prepared plan once its nodes are ready, or abandon it when that has become impossible."""
+    """Issue the prepared plan once its nodes are ready, or abandon it if that has become impossible."""
     state, memory = draft.state, draft.state.memory[run_id]
     waited = draft.now.monotonic - coming.since
     if not _is_still_valid(state, run_id, coming.question, coming.answer, attendance):
@@ -137,7 +141,7 @@ def _abandon_because_of(draft: Draft, run_id: str, peers: Sequence[str], waited:
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
-    """Start to prepare the answer's plan; False where no node must fetch layers, or the plan is urgent."""
+    """Start to prepare the answer's plan. Returns False if no node must fetch layers, or the plan is urgent."""
     state, plan = draft.state, draft.state.memory[run_id].plan
     if (
         plan is None
@@ -155,7 +159,7 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, atte
 
 
 def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited: float) -> None:
-    """Note nodes that kept a plan from being issued: for a while newcomers get no place, members no other layers."""
+    """Record nodes that delayed a plan. For a while, newcomers get no place and members no other layers."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     until = now + max(planner_question.UNPREPARED_HOLD_SECONDS, _UNPREPARED_WAIT_FACTOR * waited)
     known = {peer: then for peer, then in memory.prepare_retry_at.items() if now < then}
@@ -163,7 +167,7 @@ def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited
 
 
 def abandon_preparation(draft: Draft, run_id: str, why: str) -> None:
-    """Drop the plan that is being prepared."""
+    """Abandon the plan that is being prepared."""
     draft.event("plan.abandoned", run_id, run_id, f"the next plan is abandoned: {why}")
     draft.remember(run_id, preparation=None, answered_question=None)
 
@@ -173,9 +177,9 @@ def _layers(span: range) -> str:
 
 
 def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> bool:
-    """Issue a plan with the routes of the answer. Its names are those of the question: nodes may be renamed since.
+    """Issue a plan with the routes of the answer. Names are those in the question, because nodes may have been renamed.
 
-    False: nobody could decide under it, so there is no plan.
+    Returns False without a plan if its members could not decide the next round.
     """
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
     attendance, peers = attendance_of(state, run_id, now), question.peer_by_name()
@@ -197,7 +201,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> boo
 
 
 def _left_out(state: State, attendance: Attendance, question: Question, answer: Answer, now: float) -> dict[str, str]:
-    """Reasons by peer id of the nodes that the planner left out, or that the question did not have."""
+    """Reasons, by peer id, why nodes were left out by the planner or not in the question."""
     placed = {name for route in answer.routes for name, _, _ in route}
     names = question.name_by_peer()
     return {
@@ -215,7 +219,7 @@ def _why_not_in_question(state: State, peer: str, now: float) -> str:
 
 
 def _report_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
-    """Report each node left out once, until it is in the plan again, as a standby or on a route."""
+    """Log each node that was left out, once, until it is in the plan again as a standby or on a route."""
     memory = draft.state.memory[run_id]
     members = memory.plan.members if memory.plan is not None else ()
     left_out = {peer: why for peer, why in left_out.items() if peer not in members}

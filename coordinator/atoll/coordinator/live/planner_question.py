@@ -1,4 +1,4 @@
-"""Builds the planner's question about a run: its nodes as they are now, its layers, its present plan. Pure.
+"""Builds the planner's question about a run: its present nodes, its layers and its current plan. Pure.
 
 `replan_trigger.py` decides when to ask, and compares `planning_inputs` to see whether an answer is outdated.
 """
@@ -24,11 +24,11 @@ from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 from atoll.v1 import plan_pb2
 
-UNPREPARED_HOLD_SECONDS = 600.0  # a node that did not fetch its layers in time gets none for at least this long
+UNPREPARED_HOLD_SECONDS = 600.0  # for which a node that did not fetch its layers in time gets no new ones, at least
 
 
 def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
-    """Build the question for a run in its present state. Raises `InvalidTransition` before genesis."""
+    """Build the question for a run in its current state. Raises `InvalidTransition` before genesis."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if not run.genesis:
         raise InvalidTransition(
@@ -54,7 +54,7 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
 
 
 def planning_inputs(state: State, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
-    """Plannable nodes with everything that decides which spans they may hold."""
+    """The nodes that a plan may use, with all values that decide which spans they can hold."""
     profiles = ((peer, live_of(state, peer).profile) for peer in sorted(attendance.plannable))
     return tuple(
         (peer, memory_figures(profile), has_planner_inputs(profile), state.nodes[peer].pin)
@@ -63,13 +63,13 @@ def planning_inputs(state: State, attendance: Attendance) -> tuple[tuple[object,
 
 
 def may_follow_newer_plan(state: State, run_id: str) -> bool:
-    """True where the store was restored from a backup, so that nodes may follow a newer plan than this one."""
+    """True if the store was restored from a backup, so that nodes may follow a newer plan than this one."""
     run, plan = state.runs[run_id], state.memory[run_id].plan
     return plan is not None and run.plan_floor >= plan.version
 
 
 def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
-    """True where a node recently did not fetch, in time, the layers that a plan would have given it."""
+    """True if a node recently failed to fetch, in time, the layers of a prepared plan."""
     return now < memory.prepare_retry_at.get(peer, now)
 
 
@@ -84,7 +84,7 @@ def _usable(state: State, memory: RunMemory, attendance: Attendance, now: float)
 
 
 def _spans_to_keep(state: State, memory: RunMemory, peers: tuple[str, ...], now: float) -> dict[str, tuple[int, int]]:
-    """Present spans, by name, of stages that recently did not fetch other layers in time: they keep these."""
+    """Current spans, by name, of stages that recently failed to fetch other layers in time. They keep these."""
     plan = memory.plan
     slow = [peer for peer in peers if plan is not None and peer in plan.stages and is_unprepared(memory, peer, now)]
     spans = {state.nodes[peer].name: plan.span(peer) for peer in slow} if plan is not None else {}
@@ -112,7 +112,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
 
 
 def routes_by_name(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
-    """Routes of a plan by the names of nodes."""
+    """Routes of a plan, with node names."""
     return tuple(
         tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
         for route in (routes_of(plan) if plan else ())

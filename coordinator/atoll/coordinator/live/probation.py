@@ -1,7 +1,7 @@
-"""Which members a plan puts on probation, and when that is a reason for a new plan. Pure.
+"""Which members a plan puts on probation, and whether a change of these requires a new plan. Pure.
 
-A node is on probation if the token that admitted it says so, if audits doubt its training, or if the operator says so.
-It weighs little in rounds (`core/probation.py`) until the operator vouches for it.
+A node is on probation if its token says so, if audits doubt its training, or if the operator orders it. It has little
+weight in rounds (`core/probation.py`) until the operator vouches for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from atoll.core.plan import Plan
 def planned_probation(state: State, routes: Sequence[Route], standbys: Iterable[str]) -> frozenset[str]:
     """The members that a plan with these routes puts on probation.
 
-    One stage on probation puts its whole route there, since it can spoil what the others compute. If that holds for
-    all routes, though known nodes are in some, nobody is: else no round could commit. If only strangers are there, the
-    run waits for its known nodes, unless it has none.
+    One stage on probation puts its whole route on probation, since it can corrupt what the others compute. If that
+    would affect all routes although some contain known nodes, no member is on probation, because otherwise no round
+    could commit. If only nodes on probation are present, the run waits for its known nodes, unless it has none.
     """
     found = {
         part.peer_id for route in routes if any(is_on_probation(state, it.peer_id) for it in route) for part in route
@@ -31,12 +31,12 @@ def planned_probation(state: State, routes: Sequence[Route], standbys: Iterable[
 
 
 def probation_changed(state: State, plan: Plan) -> bool:
-    """Whether the same routes would put other members on probation than the plan does."""
+    """Whether a plan with the same routes would now put other members on probation."""
     return planned_probation(state, routes_of(plan), plan.standbys) != plan.on_probation
 
 
 def probation_text(state: State, plan: Plan) -> str:
-    """What changes, for people."""
+    """The change of probation as text."""
     now = planned_probation(state, routes_of(plan), plan.standbys)
     changes = [(now - plan.on_probation, "on probation"), (plan.on_probation - now, "on probation no more")]
     return "; ".join(

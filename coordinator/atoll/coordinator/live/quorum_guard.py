@@ -1,9 +1,9 @@
-"""No plan is issued under which nobody can decide the next round. Pure.
+"""Prevents plans under which no quorum can decide the next round. Pure.
 
-`plan_issue.py` asks `keep_voters` about every plan. Where the members of a plan are no quorum of those that decide the
-next round, it keeps the other voters that are connected: they become standbys, which vote and train nothing. They stay
-until a round commits without them in its electorate. Where they are too few, there is no plan; members keep the one
-that they have, and one event says which nodes are missing and what the operator can do.
+`plan_issue.py` calls `keep_voters` for every plan. If a plan's members are no quorum of the next round's electorate, it
+keeps the other connected voters: they become standbys, which vote but do not train. They stay until a committed round
+names an electorate without them. If they are too few, no plan is issued. Members keep their current plan, and one event
+names the missing nodes and what the operator can do.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from atoll.core.plan import Base
 from atoll.core.quorum import COORDINATOR, Electorate
 
 _MAX_NAMED_NODES = 5  # in one event
-_REASON_SECONDS = 5.0  # a plan that is wanted and cannot decide is tried again several times a second
+# for which a reason stays, because a wanted plan without a quorum is tried again several times a second
+_REASON_SECONDS = 5.0
 
 
 def keep_voters(
     draft: Draft, run_id: str, spans: Mapping[str, range], base: Base | None = None
 ) -> dict[str, range] | None:
-    """Layers, by peer id, of the voters that a plan of the members `spans` must keep; mostly none.
+    """Layers, by peer id, of the voters that a plan with the members `spans` must also keep; usually none.
 
-    None: the plan could not decide the next round, so it must not be issued; an event said so. `base`: the plan's own,
-    if it sets one; such a plan is the operator's recovery, and is never refused.
+    Returns None if the plan must not be issued because its members could not decide the next round; an event is logged.
+    `base`: the base that the plan sets, if any. Such a plan is a recovery and is never refused.
     """
     state = draft.state
     kept = voters_to_keep(state, run_id, spans, base)
@@ -48,7 +49,7 @@ def _note_undecidable(draft: Draft, run_id: str, reason: str) -> None:
 
 
 def voters_to_keep(state: State, run_id: str, spans: Mapping[str, range], base: Base | None = None) -> dict[str, range]:
-    """Layers by peer id of connected voters outside `spans`; none where the members of `spans` are a quorum."""
+    """Layers, by peer id, of connected voters outside `spans`; none if the members of `spans` are a quorum."""
     electorate = _electorate(state, run_id, base)
     if electorate is None or deciding.decides(state, run_id, electorate, spans):
         return {}
@@ -59,9 +60,9 @@ def voters_to_keep(state: State, run_id: str, spans: Mapping[str, range], base: 
 
 
 def can_present_plan_decide(state: State, run_id: str, present_peers: Iterable[str]) -> bool:
-    """True where the members that are left of the present plan can decide the next round, as far as is known here.
+    """True if the remaining members of the current plan can decide the next round, as far as is known here.
 
-    `present_peers` count, and so do members that rest.
+    `present_peers` count, and so do paused members.
     """
     plan, electorate = state.memory[run_id].plan, deciding.next_electorate(state, run_id)
     if plan is None or electorate is None or deciding.is_behind(state, run_id):
@@ -71,7 +72,7 @@ def can_present_plan_decide(state: State, run_id: str, present_peers: Iterable[s
 
 
 def forget_old_reason(draft: Draft, run_id: str) -> None:
-    """Forget why there was no new plan, once none is wanted any more: the missing voters are back."""
+    """Clear the reason why no plan could be issued, once no plan was refused for a while."""
     memory = draft.state.memory[run_id]
     if memory.undecidable_reason and draft.now.monotonic - memory.undecidable_at > _REASON_SECONDS:
         draft.remember(run_id, undecidable_reason="")
@@ -85,9 +86,9 @@ def _electorate(state: State, run_id: str, base: Base | None) -> Electorate | No
 
 
 def _span(state: State, run_id: str, peer: str, planned: Sequence[range]) -> range:
-    """Layers that a voter may keep: those that it has under the present plan, else some of `planned`; empty: none.
+    """Layers that a voter may keep: those of the current plan, otherwise one of `planned`; empty if none fits.
 
-    A node that rests loads no other layers than it has.
+    A paused node loads no new layers.
     """
     plan = state.memory[run_id].plan
     held = plan.span(peer) if plan is not None else range(0)
@@ -97,7 +98,7 @@ def _span(state: State, run_id: str, peer: str, planned: Sequence[range]) -> ran
 
 
 def _why_undecidable(state: State, run_id: str, members: set[str]) -> str:
-    """What a plan of these members lacks, for people; empty where it can decide, or where nobody here can tell."""
+    """Why members could not decide the next round, as text; empty if they can, or if the coordinator cannot tell."""
     electorate = _electorate(state, run_id, None)
     if electorate is None or deciding.decides(state, run_id, electorate, members) or deciding.is_behind(state, run_id):
         return ""

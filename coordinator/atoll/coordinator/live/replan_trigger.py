@@ -1,12 +1,12 @@
 """Decides when to ask the planner for a plan with routes. Pure.
 
-Where a node cannot hold the whole model, or the operator pinned layers, placement takes a search of seconds. So the
-state machine only records a *question* (`RunMemory.question`). The controller has it answered elsewhere and returns the
-answer (`planner_answer.accept_answer`). An answer is dropped, and the question asked again, if a node that it uses
-left, shrank or was pinned meanwhile; nodes that joined meanwhile wait for the next question. There is one question, or
-one preparation of a plan, at a time. A lost stage whose layers another node holds is replaced at once, without the
-planner (`stage_take_over.py`). The planner is asked when the next plan is due (`plan_spacing.py`), so that it sees all
-changes since the last one.
+If a node cannot hold the whole model, or the operator pinned layers, the search for a layout takes seconds. So the
+state machine only records a *question* (`RunMemory.question`). The controller lets the planner answer it in another
+process and passes the answer to `planner_answer.accept_answer`. If a node that the answer uses has left, has less
+memory or was pinned meanwhile, the answer is dropped and a new question is asked. Nodes that joined meanwhile wait for
+the next question. There is one question, or one plan in preparation, at a time. A lost stage whose layers another node
+holds is replaced at once, without the planner (`stage_take_over.py`). The planner is asked when the next plan is due
+(`plan_spacing.py`), so that it sees all changes since the last one.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from atoll.core.plan import Plan
 if TYPE_CHECKING:
     from atoll.coordinator.planner.span_memory import SpanMemory
 
-_LINK_CHECK_INTERVAL_SECONDS = 10.0  # between checks whether other reduce shares would pay
+_LINK_CHECK_INTERVAL_SECONDS = 10.0  # between checks whether new reduce shares would be faster
 
 
 class ReplanReason(StrEnum):
     """Reason why a new plan is due, kept in `RunMemory.changed_why` while it is debounced."""
 
     FIRST = "first"  # there is no plan
-    MEMBERS = "members"  # other nodes, or other memory
+    MEMBERS = "members"  # the nodes or their memory changed
     DRIFT = "drift"  # the last answer is old
-    REACH = "reach"  # a node that reduces cannot be dialled any more
+    REACH = "reach"  # a reducer cannot be dialled any more
     LINKS = "links"  # other reduce shares would be faster
-    PROBATION = "probation"  # of other members than in the plan
+    PROBATION = "probation"  # other members are on probation than in the plan
 
 
 _NOT_URGENT = (ReplanReason.LINKS, ReplanReason.PROBATION)
 
 
 def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
-    """True where a member cannot hold all layers, or is pinned to some."""
+    """True if a member cannot hold all layers, or is pinned to some."""
     model = span_memory_of(state, run_id)
     if model is None:
         return False
@@ -67,7 +67,7 @@ def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
 
 
 def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
-    """Ask the planner when its inputs differ from the last question's and stay so for the debounce time."""
+    """Ask the planner once its inputs have differed from the last question's for the debounce time."""
     if stage_take_over.take_over(draft, run_id, policy, attendance):
         return
     neighbour_copies.drop_unusable_copies(draft, run_id)
@@ -134,17 +134,17 @@ def _replan_reason(
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
-    """True where all stages are present and none is draining."""
+    """True if all stages are present and none is draining."""
     return plan is not None and plan.stages <= set(attendance.members) and not attendance.finishing
 
 
 def _has_unreturned_member(state: State, attendance: Attendance) -> bool:
-    """True while a member has not returned since the coordinator started; it returns, or is lost, within seconds."""
+    """True while a member has not reported since the coordinator started. It returns or is lost within seconds."""
     return any(not live_of(state, peer).profile.device for peer in attendance.awaited)
 
 
 def _check_links(draft: Draft, run_id: str) -> None:
-    """Check from time to time whether new shares pay: this is slow with many members, and shares are not urgent."""
+    """Check at intervals whether new shares would be faster, because the check is slow and shares are not urgent."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     looked = memory.shares_checked_at
     if memory.plan is not None and (looked is None or now - looked >= _LINK_CHECK_INTERVAL_SECONDS):
@@ -158,12 +158,12 @@ def _new_shares_pay(state: State, plan: Plan) -> bool:
     links = plan_issue.reported_links(state, spans)
     now = span_reshare_speedup(links, spans, plan_issue.reduce_rates(plan))
     new_rates = span_rates(links, spans, plan_issue.layer_weights(state.runs[plan.run_id]))
-    best = span_reshare_speedup(links, spans, new_rates)  # may exceed 1: a node has one rate for all its layers
+    best = span_reshare_speedup(links, spans, new_rates)  # may exceed 1, because a node has one rate for all its layers
     return now > MIN_RESHARE_SPEEDUP * best and math.isfinite(best)
 
 
 def _reissue_same_routes(draft: Draft, run_id: str, why: ReplanReason) -> None:
-    """Issue the same routes with new reduce shares, and with those on probation that are."""
+    """Issue the same routes with new reduce shares and the current probation."""
     plan = draft.state.memory[run_id].plan
     assert plan is not None
     standing = standbys.standby_spans(plan)
@@ -173,7 +173,7 @@ def _reissue_same_routes(draft: Draft, run_id: str, why: ReplanReason) -> None:
 
 
 def _holds_all(state: State, model: SpanMemory, plan: Plan | None, peer: str) -> bool:
-    """True where a node can hold all layers; before it reports its memory, where the plan gives it all layers.
+    """True if a node can hold all layers. Before it reports its memory: True if the plan gives it all layers.
 
     So a restart of the coordinator does not make a node appear larger.
     """

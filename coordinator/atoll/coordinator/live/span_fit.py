@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory | None:
-    """Span memory by the run's layer table, or before genesis by `table`; None where there is no usable table."""
+    """Span memory for the run's layer table, or before genesis for `table`; None if there is no usable table."""
     rows = state.runs[run_id].layers or table
     if not rows:
         return None
@@ -22,6 +22,6 @@ def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory 
 
 
 def span_fits(state: State, run_id: str, peer: str, span: range) -> bool:
-    """True where the run has a layer table, and these layers fit the memory that a node reported, if any."""
+    """True if the run has a layer table and these layers fit the memory that the node reported, if any."""
     model = span_memory_of(state, run_id)
     return model is not None and model.fits(live_of(state, peer).profile, span.start, span.stop - 1)

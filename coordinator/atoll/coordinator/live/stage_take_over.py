@@ -1,12 +1,12 @@
 """Take-over of a lost stage's layers by a standby or by a neighbour with a copy. Pure.
 
-A standby takes the stage's place; a neighbour takes both spans, and the route is one stage shorter. The plan is issued
-at once, without the planner, which looks for a better layout afterwards.
+A standby takes the stage's place. A neighbour takes both spans, and the route becomes one stage shorter. The plan is
+issued at once; the planner looks for a better layout afterwards.
 
-A stage is gone once it has no part in training any more. Where it has a backup, two more cases count:
+A stage is gone once it may not train any more. If it has a backup, two more cases count:
 - The stage lost its stream to the coordinator, and another stage of its route cannot reach it.
-- With a standby: the stage's process was restarted. What it had not averaged yet is lost anyway. A neighbour waits for
-  a restarted stage, which has loaded its layers as soon as the neighbour would have.
+- With a standby: the stage's process was restarted. Its training since the last round is lost anyway. A neighbour waits
+  for a restarted stage, which loads its layers as fast as the neighbour would.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
-_MIN_OUTAGE_SECONDS = 1.0  # a shorter loss of a stage's stream means nothing
-_UNCONFIRMED_TAKE_OVER_SECONDS = 60.0  # between take-overs that only the node taking over reports as needed
+_MIN_OUTAGE_SECONDS = 1.0  # shorter losses of a stage's stream are ignored
+_UNCONFIRMED_TAKE_OVER_SECONDS = 60.0  # between take-overs whose need only the node that takes over reports
 _SETTLE_SECONDS = 20.0  # for a shortened route to train again before the planner is asked
 _SERVING_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_TRAINING)
 
@@ -36,14 +36,14 @@ _SERVING_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_TRAINING)
 def take_over(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> bool:
     """Issue a plan that gives spans of stages that are gone to their backups.
 
-    False: there is nothing to give, or other routes train and the last plan is too young (`plan_spacing.py`).
+    Returns False if no stage is gone, or if other routes train and the last plan is too recent (`plan_spacing.py`).
     """
     promoted = _promote_standbys(draft, run_id, policy, attendance)
     return promoted or _extend_neighbours(draft, run_id, policy, attendance)
 
 
 def is_set_aside_copy_needed(state: State, run_id: str, attendance: Attendance, now: float) -> bool:
-    """True where a stage is gone whose copy its holder set aside, to fetch layers for a prepared plan."""
+    """True if a stage is gone whose copy is set aside because its holder fetches layers for a prepared plan."""
     memory = state.memory[run_id]
     if memory.plan is None or memory.preparation is None or not memory.copy_fetches:
         return False
@@ -111,7 +111,7 @@ def _extend_neighbours(draft: Draft, run_id: str, policy: Policy, attendance: At
 
 
 def _take_overs(state: State, plan: Plan, attendance: Attendance, now: float) -> list[NeighbourPair]:
-    """Pairs whose holder takes over now: each stage once, each holder once; a holder is never itself taken over."""
+    """Pairs whose holder takes over now. Each stage and each holder occurs once, and no holder is itself taken over."""
     found: list[NeighbourPair] = []
     holders: set[str] = set()
     gone: set[str] = set()
@@ -129,7 +129,7 @@ def _take_overs(state: State, plan: Plan, attendance: Attendance, now: float) ->
 
 
 def _can_take(state: State, plan: Plan, pair: NeighbourPair, attendance: Attendance, now: float) -> bool:
-    """True where the holder trains, both spans fit, its copy is good, and the stage's absence is credible."""
+    """True if the holder trains, both spans fit, its copy is current, and the stage's absence is credible."""
     trains = pair.holder in attendance.eligible and is_training(state, pair.holder)
     fits = may_hold(state, plan.run_id, pair.holder, pair.joint_span)
     if not (trains and fits and _is_newest(state, pair, attendance)):
@@ -140,14 +140,14 @@ def _can_take(state: State, plan: Plan, pair: NeighbourPair, attendance: Attenda
 
 
 def _is_newest(state: State, pair: NeighbourPair, attendance: Attendance) -> bool:
-    """True for a copy of the newest round; also for a nearly new one, once its stage cannot bring its own back."""
+    """True for a copy of the newest round, or for a slightly older one if its stage is gone."""
     newest = state.runs[state.nodes[pair.holder].run_id].head_round
     lost = pair.stage not in attendance.present_peers
     return lost or live_of(state, pair.holder).status.prepared_round >= newest
 
 
 def _is_current(state: State, run_id: str, peer: str) -> bool:
-    """True where a standby has the newest round of its layers, or nearly."""
+    """True if a standby has the newest round of its layers, or nearly."""
     status = live_of(state, peer).status
     recent = status.head_round + prefetch.MAX_ROUNDS_BEHIND >= state.runs[run_id].head_round
     return recent and status.state in _SERVING_STATES and not status.lost_layers
@@ -163,12 +163,12 @@ def _shortened(route: Route, extended: Mapping[str, range], gone: Collection[str
 
 
 def _can_be_replaced(state: State, plan: Plan, peer: str, attendance: Attendance, now: float) -> bool:
-    """True where a stage is gone, or its process was restarted: what it had not averaged yet is lost anyway."""
+    """True if a stage is gone, or its process restarted: its training since the last round is then lost anyway."""
     return _was_restarted(state, peer, attendance) or _is_gone(state, plan, peer, attendance, now)
 
 
 def _is_gone(state: State, plan: Plan, peer: str, attendance: Attendance, now: float, *, ignoring: str = "") -> bool:
-    """True where a stage may not train any more, or lost its stream while another stage of its route misses it.
+    """True if a stage may not train any more, or lost its stream and another stage of its route cannot reach it.
 
     Reports of the peer id `ignoring` do not count.
     """
@@ -176,7 +176,7 @@ def _is_gone(state: State, plan: Plan, peer: str, attendance: Attendance, now: f
         return True
     live = state.live.get(peer)
     if peer not in attendance.awaited or live is None or live.connected or not live.profile.device:
-        return False  # without a device: it has not reported since the coordinator started
+        return False  # without a device, it has not reported since the coordinator started
     route = next(route for route in plan.routes if peer in route)
     others = [state.live[other] for other in route if other not in (peer, ignoring) and other in state.live]
     missed = any(

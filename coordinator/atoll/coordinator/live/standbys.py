@@ -1,10 +1,10 @@
-"""Standbys: a node without a place on a route holds the span of one stage, so that the route outlives it. Pure.
+"""Standbys: nodes without a place on a route that hold the span of one stage, so that they can replace it. Pure.
 
 A standby is a member of the plan: it takes part in the rounds of its layers without contributing, so it is always at
 the newest round. `stage_take_over.py` gives it the stage's place when the stage is gone. Each span has at most one
 standby; spans with the fewest holders come first. A standby keeps its span while some stage has the same span. A new
-one fetches its layers before it becomes a member. A node whose link would not carry the rounds of its layers does not
-stand by. A node that leaves and returns waits longer each time.
+one fetches its layers before it becomes a member. A node is no standby if its link could not carry the rounds of its
+layers. A node that leaves and returns waits longer each time before it becomes a standby again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 
-_BATCH_WAIT_SECONDS = 30.0  # for other new standbys to be ready: each plan disturbs every node
-_MAX_STANDBY_DELAY_SECONDS = 600.0  # before a node that left and returned stands by again
+_BATCH_WAIT_SECONDS = 30.0  # for other new standbys to become ready, because each plan disturbs every node
+_MAX_STANDBY_DELAY_SECONDS = 600.0  # before a node that left and returned becomes a standby again
 
 
 def remaining_standbys(
     state: State, run_id: str, routes: Sequence[Route], present_peers: Collection[str]
 ) -> dict[str, range]:
-    """Spans of the present standbys that can continue with these routes, by peer id."""
+    """Spans, by peer id, of the current standbys that fit these routes."""
     plan = state.memory[run_id].plan
     standing = standby_spans(plan) if plan is not None else {}
     return _possible_standbys(state, run_id, routes, present_peers, standing)
@@ -47,7 +47,7 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     """Choose nodes that fetch spans, and issue a plan with them as members once they have their layers."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     plan = memory.plan
-    if plan is None or memory.no_plan_reason:  # then a stage may be gone, and members keep the plan that they have
+    if plan is None or memory.no_plan_reason:  # then a stage may be gone, and members keep their current plan
         return
     wanted = _wanted_standbys(state, run_id, plan, attendance, now)
     voters = _only_voters(state, plan, wanted)
@@ -78,7 +78,7 @@ def standby_spans(plan: Plan) -> dict[str, range]:
 
 
 def _wanted_standbys(state: State, run_id: str, plan: Plan, attendance: Attendance, now: float) -> dict[str, range]:
-    """Spans by peer id of the nodes that should stand by: present standbys, then fetching nodes, then new ones."""
+    """Spans, by peer id, of the nodes that should be standbys: current ones first, then fetching, then new ones."""
     memory, routes = state.memory[run_id], routes_of(plan)
     staying = remaining_standbys(state, run_id, routes, attendance.plannable)
     found = {span: peer for peer, span in sorted(staying.items(), reverse=True)}
@@ -96,7 +96,7 @@ def _wanted_standbys(state: State, run_id: str, plan: Plan, attendance: Attendan
 
 
 def _new_standbys(state: State, plan: Plan, open_spans: Sequence[range], free: list[str]) -> dict[range, str]:
-    """Choose from `free` for each span, those with the fewest holders first."""
+    """Choose a node from `free` for each span. Spans with the fewest holders come first."""
     found: dict[range, str] = {}
     for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
         able = [peer for peer in free if _can_stand_by(state, plan.run_id, peer, span)]
@@ -109,7 +109,7 @@ def _new_standbys(state: State, plan: Plan, open_spans: Sequence[range], free: l
 def _possible_standbys(
     state: State, run_id: str, routes: Sequence[Route], present_peers: Collection[str], spans: Mapping[str, range]
 ) -> dict[str, range]:
-    """Those of `spans` (by peer id) that are a stage's, with a node that is present, unplaced, and has the memory."""
+    """The entries of `spans` (by peer id) that equal a stage's span, if the node is present, unplaced and fits it."""
     stages, placed = _stage_spans(routes), {part.peer_id for route in routes for part in route}
     return {
         peer: span
@@ -123,7 +123,7 @@ def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
 
 
 def _can_stand_by(state: State, run_id: str, peer: str, span: range) -> bool:
-    """True where a node may hold the span, and its link carries the averages of its layers between two rounds."""
+    """True if a node may hold the span, and its link carries the averages of these layers between two rounds."""
     if not may_hold(state, run_id, peer, span):
         return False
     model = span_memory_of(state, run_id)
@@ -134,13 +134,13 @@ def _can_stand_by(state: State, run_id: str, peer: str, span: range) -> bool:
 
 
 def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
-    """Sort key: nodes with a checkpoint of the span first, then small devices, as large ones suit more spans."""
+    """Sort key: first nodes with a checkpoint of the span, then small devices, because large ones suit more spans."""
     saved = any(set(span) <= set(item.layers) for item in state.checkpoints.get(peer, ()))
     return not saved, live_of(state, peer).profile.device_memory_bytes, peer
 
 
 def _standby_delay_seconds(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
-    """Seconds without a place before a node stands by: doubled by each recent join into the plan."""
+    """Seconds that a node waits without a place before it becomes a standby; recent joins of the plan double them."""
     doublings = max(0, recent_joins(memory, peer, now) - 1)
     return min(_MAX_STANDBY_DELAY_SECONDS, policy.standby_seconds * 2.0**doublings)
 
@@ -148,9 +148,9 @@ def _standby_delay_seconds(memory: RunMemory, peer: str, policy: Policy, now: fl
 def issue_with_standbys(
     draft: Draft, run_id: str, routes: Sequence[Route], standbys: Mapping[str, range], reason: str
 ) -> bool:
-    """Issue a plan with other standbys or other holders: the predicted pace of the present plan still counts.
+    """Issue a plan with other standbys or holders. The predicted pace of the current plan stays valid.
 
-    False: nobody could decide under it, so there is no plan.
+    Returns False without a plan if its members could not decide the next round.
     """
     memory = draft.state.memory[run_id]
     predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
@@ -163,7 +163,7 @@ def issue_with_standbys(
 
 
 def _only_voters(state: State, plan: Plan, wanted: Mapping[str, range]) -> Collection[str]:
-    """Peer ids that stay members only because nobody could decide the next round without their votes."""
+    """Peer ids that stay members only because their votes are needed for a quorum."""
     members = (*plan.stages, *(peer for peer, span in wanted.items() if plan.span(peer) == span))
     spans = {peer: plan.span(peer) for peer in members}
     return quorum_guard.voters_to_keep(state, plan.run_id, spans)

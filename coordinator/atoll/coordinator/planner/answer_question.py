@@ -20,11 +20,12 @@ from atoll.coordinator.planner.replan import ReplanResult, assess_layout, named_
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, NoFeasiblePlan
 
-_LEFT_OUT_EVALUATIONS = 2000  # nodes explained as left out × all nodes: an explanation evaluates whole layouts
+# limit on (nodes explained as left out) × (all nodes): each explanation evaluates whole layouts
+_LEFT_OUT_EVALUATIONS = 2000
 
 
 def answer_question(question: Question, clock: Clock) -> Answer:
-    """Search within the question's time and step limits. Raises nothing: `Answer.missing` names what is wrong."""
+    """Search within the question's time and step limits. Raises nothing: `Answer.missing` describes the problem."""
     pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
     nodes_problem = problem_from_nodes(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
@@ -44,7 +45,7 @@ def answer_question(question: Question, clock: Clock) -> Answer:
 
 
 def _replanned(problem: Problem, question: Question, clock: Clock) -> ReplanResult:
-    """Replan with the allowed spans; without them where no plan is feasible otherwise."""
+    """Replan with the allowed spans, or without them if no plan is feasible with them."""
     allowed = tuple(Pin(name, span) for name, span in sorted(question.allowed_spans.items()))
 
     def replanned(problem: Problem) -> ReplanResult:

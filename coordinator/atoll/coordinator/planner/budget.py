@@ -1,4 +1,4 @@
-"""Budget of a solver: a time limit by the clock passed in, and a step limit where a result must repeat."""
+"""Budget of a solver: a time limit by the clock passed in, and a step limit if results must be reproducible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Budget:
         return cls(clock, now, now + seconds, steps)
 
     def over(self) -> bool:
-        """Count a step; true once the budget is spent."""
+        """Count a step and return whether the budget is spent."""
         self.taken += 1
         return self.spent() >= 1
 
@@ -35,7 +35,7 @@ class Budget:
         return max(of_time, self.taken / self.steps if self.steps else 0.0)
 
     def part(self, share: float) -> Budget:
-        """A new budget of that share of the rest; its steps are counted apart."""
+        """A new budget with that share of the remaining time and steps; its steps are counted separately."""
         now = self.clock.monotonic()
         left = None if self.steps is None else max(1, int(share * (self.steps - self.taken)))
         return Budget(self.clock, now, now + share * (self.deadline - now), left)

@@ -43,7 +43,7 @@ def check_problem(problem: Problem) -> None:
 
 
 def problem_with(machine: Machine, layers: Sequence[Layer]) -> str:
-    """Reason why `check_problem` would refuse this machine with these layers; empty where it would not."""
+    """Reason why `check_problem` would refuse this machine with these layers; empty if it would not."""
     try:
         _check_machine(machine, {layer.kind for layer in layers})
     except PlanInputInvalid as error:
@@ -64,7 +64,7 @@ def check_layout(problem: Problem, layout: Layout) -> None:
 
 
 def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
-    """Build the error for a problem without a layout: what is missing, and the largest span that fits."""
+    """Build the error for a problem without a layout: it names the missing part and the largest span that fits."""
     problem = tables.problem
     reach = islands(tables.hops.usable)[0]
     unplaceable = _unplaceable_layer(tables, reach)
@@ -91,7 +91,7 @@ def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
 
 
 def _unplaceable_layer(tables: CostTables, reach: list[int]) -> NoFeasiblePlan | None:
-    """Build the error for a layer that none of these machines may or can hold; None where each has a holder."""
+    """Build the error for a layer that none of these machines may or can hold; None if each layer has a holder."""
     for index, layer in enumerate(tables.problem.layers):
         holders = [it for it in reach if np.isfinite(tables.stage(it).period[: index + 1, index + 1 :]).any()]
         if not holders:

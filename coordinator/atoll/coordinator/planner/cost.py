@@ -39,11 +39,11 @@ class InFlightLimit:
     period_seconds: float = 0.0
     first: int = 0
     last: int = 0
-    in_flight: int = 0  # most micro-batches between them
+    in_flight: int = 0  # largest number of micro-batches between them
 
     @property
     def round_trip_seconds(self) -> float:
-        """Time from the first of them to the last and back, compute included."""
+        """Time from the first stage to the last and back, compute included."""
         return self.period_seconds * self.in_flight
 
 
@@ -52,29 +52,29 @@ NO_IN_FLIGHT_LIMIT = InFlightLimit()
 
 @dataclass(frozen=True)
 class RouteCost:
-    """One route's figures. `score_rate` is the rate with a penalty for round trips above the cap."""
+    """Costs of one route. `score_rate` is its rate with a penalty for round trips above the cap."""
 
     period_seconds: float  # of its slowest stage or link
-    in_flight_limit: InFlightLimit  # that makes the period longer
+    in_flight_limit: InFlightLimit  # the limit that makes the period longer
     flush_seconds: float
-    tokens_per_second: float  # less the cost of failures
+    tokens_per_second: float  # expected, with failures
     score_rate: float
     price_per_second: float
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Figures of a layout's outer round."""
+    """Costs of a layout's outer round."""
 
     interval_seconds: float  # in which the swarm trains `round_tokens`
-    seconds: float  # between two rounds: the interval, or longer where a link needs longer
+    seconds: float  # between two rounds: the interval, or longer if a link needs more time
     busiest: int | None  # the machine whose link finishes last; None: no exchange
     busy_seconds: dict[int, float]  # by machine: time of its link for the exchange and activations of one round
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A layout's figures. Solvers maximise `score`: tokens per second, or tokens per money, less discounts."""
+    """Costs of a layout. Solvers maximise `score`: tokens per second, or tokens per money, less discounts."""
 
     layout: Layout
     routes: tuple[RouteCost, ...]
@@ -85,14 +85,14 @@ class Evaluation:
 
     @property
     def price_per_token(self) -> float:
-        """Money per token; infinite where nothing is trained."""
+        """Money per token; infinite if nothing is trained."""
         return self.price_per_second / self.tokens_per_second if self.tokens_per_second else math.inf
 
 
 def flush_seconds(tables: CostTables, through: float, period: float, machines: Collection[int]) -> float:
-    """Seconds of one inner step of a route over these machines; infinite where the route is infeasible."""
+    """Seconds of one inner step of a route over these machines; infinite if the route is infeasible."""
     if not math.isfinite(through):
-        return math.inf  # and not NaN, which 0 · inf would be where M is 1
+        return math.inf  # not NaN, which 0 · inf would give if M is 1
     return max(tables.least_step_seconds(machines), through + (tables.problem.training.micro_batches - 1) * period)
 
 
@@ -225,7 +225,7 @@ def round_cost(tables: CostTables, layout: Layout, rates: Sequence[float]) -> Ro
 
 
 def exchange_seconds(tables: CostTables, layout: Layout) -> dict[int, float]:
-    """Seconds that one exchange keeps each machine's link busy; empty where nothing is averaged."""
+    """Seconds that one exchange keeps each machine's link busy; empty if nothing is averaged."""
     if len(layout.routes) < 2:
         return {}
     holders = layer_holders(tables, layout)
@@ -244,7 +244,7 @@ def exchange_seconds(tables: CostTables, layout: Layout) -> dict[int, float]:
 
 
 def layer_holders(tables: CostTables, layout: Layout) -> IntArray:
-    """Machine that holds each layer in each route, [L, R]."""
+    """The machine that holds each layer in each route, [L, R]."""
     holders = np.empty((tables.layers, len(layout.routes)), dtype=np.int64)
     for column, route in enumerate(layout.routes):
         for stage in route:

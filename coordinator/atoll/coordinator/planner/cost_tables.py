@@ -23,14 +23,14 @@ from atoll.coordinator.planner.span_tables import SpanTables
 
 @dataclass(frozen=True)
 class StageTable:
-    """Total and period of one machine, by span."""
+    """Total and period of one machine for each span."""
 
     total: FloatArray
     period: FloatArray
 
     @cached_property
     def most_layers(self) -> int:
-        """Length of the longest span that it can hold; 0: none."""
+        """Length of the longest span that the machine can hold; 0: none."""
         start, end = np.nonzero(np.isfinite(self.period))
         return int((end - start).max(initial=0))
 
@@ -45,7 +45,7 @@ class StageTable:
 
 
 class CostTables:
-    """Stage tables of all machines, computed on first use, beside the costs of hops between them."""
+    """Stage tables of all machines, computed on first use, and the costs of hops between machines."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -100,7 +100,7 @@ class CostTables:
         return pairs[:, 0], pairs[:, 1]
 
     def fits(self, machine: int) -> BoolArray:
-        """Mask of the spans that fit its memory, [a, b]."""
+        """Mask of the spans that fit the machine's memory, [a, b]."""
         profile, spans = self.problem.machines[machine], self.spans
         if profile.shares_memory:
             found = spans.is_span & (spans.device_bytes + spans.host_bytes <= profile.device_memory_bytes)

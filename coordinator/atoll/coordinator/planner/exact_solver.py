@@ -41,21 +41,21 @@ _RELATIVE_TOLERANCE = 1e-9  # rounding error between equal scores
 
 @dataclass(frozen=True)
 class ExactResult:
-    """`best` is None where no layout exists. `bound`: no layout has a higher score."""
+    """`best` is None if no layout exists. `bound`: no layout has a higher score."""
 
     best: Evaluation | None
     bound: float
 
     @property
     def gap(self) -> float:
-        """Share by which the optimum may be better at most; 0: `best` is optimal."""
+        """Largest share by which the optimum may be better than `best`; 0: `best` is optimal."""
         if self.best is None or not self.best.score:
             return 0.0 if self.bound == 0 else math.inf
         return max(0.0, self.bound / self.best.score - 1)
 
 
 def solve_exactly(tables: CostTables, machines: Sequence[int], budget: Budget) -> ExactResult:
-    """Return the optimum over `machines` (at most `MOST_MACHINES`), or the best found when the budget ended."""
+    """Return the optimum over `machines` (at most `MOST_MACHINES`), or the best layout found within the budget."""
     assert len(machines) <= MOST_MACHINES
     routes = best_routes(tables, machines, budget)
     if routes is None:
@@ -224,7 +224,7 @@ def _rate_bound_by_rounds(tables: CostTables, subsets: Sequence[frozenset[int]])
 def _improve(
     tables: CostTables, fastest: Sequence[Route], bound: float, best: Evaluation | None, budget: Budget
 ) -> tuple[Evaluation | None, bool]:
-    """Return the better of `best` and the best layout of these machines, and whether that is proven."""
+    """Return the better of `best` and the best layout of these machines, and whether it is proven to be optimal."""
     first = evaluate(tables, Layout(tuple(fastest)))
     best = first if best is None or first.score > best.score else best
     if first.score >= bound * (1 - _RELATIVE_TOLERANCE):

@@ -52,7 +52,7 @@ def largest_shares(dialable: BoolArray) -> FloatArray:
 def link_seconds_per_byte(
     level: FloatArray, rate: FloatArray, reduces: BoolArray, largest: FloatArray, holders: int
 ) -> FloatArray:
-    """Seconds per byte that a holder's own link is busy at this level; all arrays have one shape."""
+    """Seconds per byte that a holder's own link is busy at this level; all arrays have the same shape."""
     alone = 1 / rate
     if holders < 3:
         return alone
@@ -60,7 +60,7 @@ def link_seconds_per_byte(
 
 
 def reducer_mask(dialable: BoolArray) -> BoolArray:
-    """Holders that others can dial; all holders of a layer where none can be dialled, [S, R]."""
+    """Holders that others can dial; all holders of a layer if none can be dialled, [S, R]."""
     return dialable | ~dialable.any(axis=1, keepdims=True)
 
 

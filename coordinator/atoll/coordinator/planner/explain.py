@@ -1,7 +1,7 @@
 """Explains a layout to people: placements, waiting reasons, the bottleneck, and possible improvements. Pure.
 
-`explain` returns data; `report.py` and `layout_svg.py` present it. The gain of one more machine or of a faster link is
-found by planning again with it, starting from the present layout.
+`explain` returns data; `report.py` and `layout_svg.py` present it. The gain of another machine or of a faster link is
+found by planning again with it, starting from the current layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.core.clock import Clock
 DAY_SECONDS = 86400.0
 _SAME_PLACE_SECONDS = 0.001  # round trip assumed between a new machine and its neighbour
 _RELATIVE_TOLERANCE = 1e-6
-_MOST_LEFT_OUT = 200  # machines that get a reason: each takes some evaluations
+_MOST_LEFT_OUT = 200  # machines whose reason is computed: each needs some evaluations
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class StagePlacement:
     memory_lent_bytes: float
     computing: float  # share of the time
     waits_for: str
-    sets_pace: bool  # is the bottleneck of its route
+    sets_pace: bool  # whether it is the bottleneck of its route
     bytes_per_day: float  # upper bound of the bytes that it sends
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One machine without a place, and why."""
+    """One machine without a place, with the reason."""
 
     machine: str
     region: int
@@ -57,7 +57,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Improvement:
-    """A possible change: tokens per second with it over those of the best layout without it."""
+    """A possible change: tokens per second with it, relative to the best layout without it."""
 
     what: str
     times: float
@@ -65,7 +65,7 @@ class Improvement:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A layout of only some routes, those with the most tokens for their price first."""
+    """A layout of only some routes: those with the most tokens for their price."""
 
     machines: int
     tokens_per_second: float
@@ -236,7 +236,7 @@ def _layouts_with(tables: CostTables, layout: Layout, index: int) -> Iterator[Ev
 
 
 def _improvements(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Improvement]:
-    """Gains of one more machine of each kind beside the slowest one, and of a link twice as fast for that one."""
+    """Gains of one more machine of each kind next to the slowest one, and of a link twice as fast for that one."""
     problem, layout = found.problem, found.evaluation.layout
     beside = found.evaluation.round.busiest
     beside = layout.routes[0][0].machine if beside is None else beside
@@ -272,7 +272,7 @@ def _twice_the_link(problem: Problem, index: int) -> Problem:
 
 
 def _curve(tables: CostTables, value: Evaluation) -> Iterator[CurvePoint]:
-    """Add routes by tokens per price, or by tokens per machine where nothing has a price."""
+    """Add routes in order of tokens per price, or of tokens per machine if nothing has a price."""
     worth = [
         cost.tokens_per_second / (cost.price_per_second or len(route))
         for cost, route in zip(value.routes, value.layout.routes, strict=True)

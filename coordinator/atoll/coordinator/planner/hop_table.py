@@ -28,7 +28,8 @@ class HopTable:
         self.period_per_byte: FloatArray = np.maximum(forward, backward)
         self.latency: FloatArray = np.where(self.usable, rtt, np.inf)
         self.penalty: FloatArray = np.where(self.usable, above_cap, np.inf)
-        self.limits_rate: BoolArray = np.asarray(slower_than_access | slower_than_access.T)  # it can exceed both stages
+        # the hop may have a longer period than both stages
+        self.limits_rate: BoolArray = np.asarray(slower_than_access | slower_than_access.T)
         self._cut_bytes = cut_bytes  # per token, by the position of the cut, [L + 1]
 
     def costs(self, source: int, target: int) -> tuple[FloatArray, FloatArray]:

@@ -112,7 +112,7 @@ def _colour(region: int) -> str:
 
 
 def _short(text: str, width: float) -> str:
-    """Shorten text to a width, with an ellipsis; empty where fewer than two letters would fit."""
+    """Shorten text to a width, with an ellipsis; empty if fewer than two letters would fit."""
     most = int(width / _CHARACTER)
     if len(text) <= most:
         return text

@@ -33,7 +33,7 @@ class MeasuredPath:
 
 
 def links_from_paths(machines: Sequence[Machine], paths: Iterable[MeasuredPath]) -> Links:
-    """Build the tables of all pairs. Raises `PlanInputInvalid` for an unknown name and for an invalid figure."""
+    """Build the tables of all pairs. Raises `PlanInputInvalid` for an unknown name and for an invalid number."""
     count = len(machines)
     rtt = np.full((count, count), np.inf)
     rate = np.full((count, count), np.inf)
@@ -83,7 +83,7 @@ def transfer_rates(problem: Problem) -> FloatArray:
 
 
 def islands(usable: BoolArray) -> list[list[int]]:
-    """Group machines that reach each other, directly or over others; the largest group first."""
+    """Group machines that reach each other, directly or through others; the largest group first."""
     count, labels = connected_components(csr_array(usable), directed=False)
     return sorted((np.flatnonzero(labels == label).tolist() for label in range(count)), key=len, reverse=True)
 

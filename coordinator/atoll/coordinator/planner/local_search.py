@@ -41,10 +41,10 @@ from atoll.coordinator.planner.splits import Split
 
 _INITIAL_TEMPERATURE = 0.1  # × a route's average score: the loss that is accepted at the start
 _ROUND_BOUND_THRESHOLD = 0.8  # of the interval: a longer round enters every comparison
-_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # × the present round
-_RECUT_PROBABILITY = 0.25  # of a move that changes cuts, where the round is the bottleneck
-_KEEP_ORDER_PROBABILITY = 0.3  # there: a route's fastest order need not be best for the whole
-_REFINE_CUTS_PROBABILITY = 0.15  # there: of trying the cuts of a move one by one
+_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # × the current round
+_RECUT_PROBABILITY = 0.25  # of a move that changes cuts, if the round is the bottleneck
+_KEEP_ORDER_PROBABILITY = 0.3  # in that case: a route's fastest order need not be best for the whole layout
+_REFINE_CUTS_PROBABILITY = 0.15  # in that case: probability of trying the cuts of a move one by one
 _NEIGHBOURS = 24  # nearest machines that moves combine with a machine
 _SMALL_SWARM_MACHINES = 40  # up to this size every accepted layout is evaluated in full
 _ROUND_CHECK_MOVES = 200  # accepted moves between full evaluations in a larger swarm
@@ -56,8 +56,8 @@ class Move:
 
     removed: frozenset[int]
     orders: tuple[Order, ...]
-    splits: tuple[Split, ...] = ()  # instead of `orders`, where the routes are split already
-    rest: Order = ()  # one more route, where it is feasible
+    splits: tuple[Split, ...] = ()  # replaces `orders` if the routes are already split
+    rest: Order = ()  # one more route, added if it is feasible
 
 
 class Search:
@@ -82,8 +82,8 @@ class Search:
         self.machines = list(machines)
         self.routes = list(routes)
         self._near = _nearest_machines(builder.distance, self.machines)
-        self._round_time: RouteRoundTime | None = None  # set once the round is the bottleneck, or nearly
-        self._round_limited_builders: list[RouteBuilder] = []  # that split for shorter rounds, from then on
+        self._round_time: RouteRoundTime | None = None  # set once the round is the bottleneck, or nearly is
+        self._round_limited_builders: list[RouteBuilder] = []  # used from then on; they split for shorter rounds
         self._best = list(self.routes)
         self._score = self._best_score = self._score_of(self.routes)
         self._check_round()
@@ -145,7 +145,7 @@ class Search:
         return tuple(changed)
 
     def _with_cut(self, split: Split, cut: int, first: int) -> Split | None:
-        """Return the route with stage number `cut` starting at layer `first`; None where that is infeasible."""
+        """Return the route with stage number `cut` starting at layer `first`; None if that is infeasible."""
         stages = list(split.route)
         before, after = stages[cut - 1], stages[cut]
         if not before.first < first <= after.last:
@@ -155,7 +155,7 @@ class Search:
         return Split(cost.score_rate, tuple(stages), cost.price_per_second) if cost.score_rate else None
 
     def _split_of(self, order: Order) -> Split:
-        """Best split of that order; of all its orders, or of both directions, where that is cheap."""
+        """Best split of that order; also of all its orders, or of both directions, if that is cheap."""
         builder = self.rng.choice((self.builder, *self._round_limited_builders))
         keep_order = self._is_round_bound() and self.rng.random() < _KEEP_ORDER_PROBABILITY
         if len(order) <= ALL_ORDERS and not keep_order:
@@ -191,7 +191,7 @@ class Search:
         return score(self.tables, rate, price, len(routes), used)
 
     def _is_round_bound(self) -> bool:
-        """True where the round is the bottleneck of a small swarm, or nearly: a route's own rate then says little."""
+        """True if the round is (nearly) the bottleneck of a small swarm: a route's own rate is then no useful score."""
         return self._round_time is not None and len(self.machines) <= _SMALL_SWARM_MACHINES
 
     def _index(self) -> None:
@@ -225,7 +225,10 @@ class Search:
         return Move(frozenset({from_route, to_route}), orders)
 
     def _shift(self) -> Move | None:
-        """Move a machine next to another one, in its own route or a second one; its own route may end with that."""
+        """Move a machine next to another one, in its own or in another route.
+
+        Its own route is removed if it becomes empty.
+        """
         pair = self._pair()
         if pair is None or pair[1] not in self._place:
             return None
@@ -236,7 +239,7 @@ class Search:
         return Move(frozenset({from_route, to_route}), (target,), rest=() if from_route == to_route else rest)
 
     def _join(self) -> Move | None:
-        """Add an unplaced machine to a route, or as a route of its own."""
+        """Add an unplaced machine to a route, or as a separate route."""
         if not self._unplaced:
             return None
         joining = self.rng.choice(self._unplaced)
@@ -270,7 +273,7 @@ class Search:
         return Move(frozenset({place}), (order[:start] + order[start:end][::-1] + order[end:],))
 
     def _recut(self) -> Move | None:
-        """Move one cut of a route: where the round is the bottleneck, the fastest split need not be the best."""
+        """Move one cut of a route: if the round is the bottleneck, the fastest split need not be the best."""
         long = [place for place, split in enumerate(self.routes) if len(split.route) > 1]
         if not long:
             return None

@@ -1,8 +1,8 @@
-"""What nodes that are there would do in a run that does not exist yet: who holds what, and how fast. Pure but for time.
+"""Forecast for connected nodes in a run that does not exist yet: their layers and their speed. Pure but for time.
 
-A node reports the speed of the layers of its present run, and how that compares with its training. For another model,
-the times of each kind of layer are scaled by its FLOPs (the embedding, which has none, by its width): a device is
-assumed to reach the same FLOP/s. Nothing is scaled from one precision to another, or between compiled and other code.
+A node reports the speed of the layers of its current run, and of its training. For another model, the times of each
+kind of layer are scaled by its FLOPs (the embedding, which has none, by its width): a device is assumed to reach the
+same FLOP/s. Nothing is scaled from one precision to another, or between compiled and other code.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class Candidate:
 
 @dataclass(frozen=True)
 class NodeForecast:
-    """One node beside the model."""
+    """One node's memory and place with the model."""
 
     name: str
     run_id: str
     device: str
-    memory_bytes: int  # that it lends; 0: not reported
-    needed_bytes: int  # for all layers on this kind of device
-    most_layers: int  # that fit
+    memory_bytes: int  # that the node offers; 0: not reported
+    needed_bytes: int  # for all layers on a device of this kind
+    most_layers: int  # number of layers that fit
     route: int | None = None  # from 1; None: no place, or no prediction
     first: int = 0
     last: int = 0
-    unknown_speed: str = ""  # why
+    unknown_speed: str = ""  # why its speed is unknown
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What the planner predicts."""
+    """The planner's prediction."""
 
     routes: int
-    placed: int  # nodes
+    placed: int  # number of nodes with a place
     cuts: int
-    step_tokens: int  # of an optimiser step of all routes
+    step_tokens: int  # tokens of an optimiser step of all routes
     tokens_per_second: float
     busy_seconds: float  # of the busiest link, to average each fragment once
 
@@ -73,12 +73,12 @@ class NodesForecast:
     placement: Placement | None = None
     missing: str = ""  # why there is no prediction
     measured: Mapping[str, str] = field(default_factory=dict)  # by run: how its nodes' speeds were used
-    unmeasured_links: int = 0  # pairs of nodes
-    unmeasured_uplinks: int = 0  # nodes
+    unmeasured_links: int = 0  # number of pairs of nodes
+    unmeasured_uplinks: int = 0  # number of nodes
 
 
 def forecast_nodes(spec: RunSpec, model: Model, candidates: Sequence[Candidate], clock: Clock) -> NodesForecast:
-    """Place the model on these nodes. Raises nothing: `missing` says why there is no prediction."""
+    """Place the model on these nodes. Raises nothing: `missing` is the reason if there is no prediction."""
     layers = read_layers(model.table, spec.data.sequence_length)
     if len(layers) > MOST_LAYERS:
         return NodesForecast((), missing=f"the model has {len(layers)} layers; the planner takes {MOST_LAYERS}")
@@ -109,7 +109,7 @@ def forecast_nodes(spec: RunSpec, model: Model, candidates: Sequence[Candidate],
 
 
 def _best(problem: Problem, memory: SpanMemory, clock: Clock) -> Evaluation:
-    """Evaluate the plan that the coordinator would make: replicas where all hold all, else the best routes."""
+    """Evaluate the plan that the coordinator would make: replicas if all hold all layers, else the best routes."""
     last = memory.layers - 1
     if all(machine.holds_whole for machine in problem.machines):
         tables = CostTables(problem)
@@ -139,7 +139,7 @@ def _at(row: NodeForecast, route: int, stage: Stage) -> NodeForecast:
     return replace(row, route=route, first=stage.first, last=stage.last)
 
 
-# --- a node's figures for another model ------------------------------------------------------------
+# --- a node's profile for another model -------------------------------------------------------------
 
 
 def _corrections(candidates: Sequence[Candidate]) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _measured_table(run: KnownRun) -> plan_pb2.LayerTable | None:
 
 
 def _why_unknown(candidate: Candidate, spec: RunSpec) -> str:
-    """Why a node's speed with this spec is unknown; empty: it is known or can be scaled."""
+    """Why a node's speed with this spec is unknown; empty if it is known or can be scaled."""
     own = candidate.run.spec.optimizer
     if not has_planner_inputs(candidate.node.profile):
         return "it has not measured its speed yet"
@@ -212,7 +212,7 @@ def _cost_ratio(row: plan_pb2.LayerInfo, before: plan_pb2.LayerInfo) -> float:
     return 1.0
 
 
-# --- what is said about it -------------------------------------------------------------------------
+# --- description of the result ---------------------------------------------------------------------
 
 
 def _row(candidate: Candidate, profile: mb.NodeProfile, memory: SpanMemory, unknown: str) -> NodeForecast:

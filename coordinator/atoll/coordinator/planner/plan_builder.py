@@ -48,8 +48,8 @@ def build_plan(
 ) -> Plan:
     """Build the plan `version` with these routes (at least one), ordered by driver, and with the standbys' layers.
 
-    A standby may claim no tokens and reduces nothing, so it can neither change a sum nor delay one. A route that
-    `previous` has too keeps its name, unless the base changed. `head_round` is the newest committed round, 0 for none;
+    A standby may claim no tokens and reduces nothing, so it can neither change nor delay a sum. A route that is also in
+    `previous` keeps its name, unless the base changed. `head_round` is the newest committed round, 0 for none;
     `reduce_rates` are bytes per second by peer id.
     """
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
@@ -93,14 +93,14 @@ def routes_of(plan: Plan) -> tuple[Route, ...]:
 
 
 def _names(plan: Plan) -> Mapping[Route, RouteName]:
-    """Names of its routes."""
+    """Names of the plan's routes."""
     return {route: plan.name_of(number) for number, route in enumerate(routes_of(plan))}
 
 
 def _new_names(
     routes: Sequence[Route], known: Mapping[Route, RouteName], version: int, begun: int
 ) -> tuple[tuple[RouteName, ...], int]:
-    """Name routes, those that begin with this plan by their place among all that ever began; return names and count."""
+    """Name routes; a new route's name is its place among all routes that ever began. Return names and their count."""
     names = []
     for route in routes:
         name = known.get(route)
@@ -111,7 +111,10 @@ def _new_names(
 
 
 def _routes_begun(previous: Plan | None) -> int:
-    """Count the routes that began under `previous` and before. Older coordinators did not: then above all numbers."""
+    """Count the routes that began under `previous` or before.
+
+    For plans of older coordinators: beyond all used numbers.
+    """
     if previous is None:
         return 0
     numbers = (previous.name_of(at)[1] for at in range(len(previous.routes)))
@@ -124,9 +127,9 @@ def cuts_of(routes: Sequence[Route]) -> tuple[int, ...]:
 
 
 def most_round_tokens(spec: RunSpec, routes: int, cuts: int = 0) -> int:
-    """Largest number of tokens that one member may claim in a round: all that make the round due.
+    """Largest number of tokens that one member may claim in a round: the number that makes the round due.
 
-    Where fragments take turns, as those between two cuts do, a member claims what it trained over the rounds of all
+    If fragments take turns, as those between two cuts do, a member claims what it trained over the rounds of all
     fragments. Each round may be a little late, and none is due before every route has made a step.
     """
     sync = spec.sync

@@ -29,7 +29,7 @@ _BLOCK_WORKSPACE = 12  # activations that a block keeps while it is recomputed, 
 _EDGE_WORKSPACE = 2  # the same for the embedding and the head
 FP32_BYTES = 4
 _SAVED_OUTPUTS = 4 / 3  # copies of a block's matrix outputs that are kept between forward and backward
-_SAVED_WIDTHS = 5.0  # vectors of the model's width that a block keeps beside them
+_SAVED_WIDTHS = 5.0  # vectors of the model's width that a block keeps in addition
 _GRADIENT_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at the same time
 _LARGEST_MATRIX = 0.25  # share of a block's parameters
 _LOGITS = 3  # logits, their log-softmax, its gradient
@@ -63,13 +63,13 @@ class Layer:
     workspace_bytes_per_token: int = 0  # held while this layer is recomputed and differentiated
     saved_bytes_per_token: int = 0  # held while other layers of its span are differentiated; 0: its output
     workspace_bytes: int = 0  # independent of the tokens: a matrix's gradient before it is accumulated
-    frozen_parameters: int = 0  # held beside `parameters`; neither trained nor averaged
-    masked_bytes_per_token: int = 0  # held besides in a run with document masks (`core/document_masks.py`)
+    frozen_parameters: int = 0  # held in addition to `parameters`; neither trained nor averaged
+    masked_bytes_per_token: int = 0  # held in addition in a run with document masks (`core/document_masks.py`)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node's figures, after its owner's limits."""
+    """A node's properties, within its owner's limits."""
 
     name: str
     device_memory_bytes: float
@@ -106,7 +106,7 @@ class Training:
     micro_batch_tokens: int
     micro_batches: int  # per inner step (flush) of one route
     round_tokens: int  # of the whole swarm between two outer rounds
-    ahead: int = 5  # micro-batches in flight on each link, beside those that the stages compute
+    ahead: int = 5  # micro-batches in flight on each link, in addition to those that the stages compute
     activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
     gradient_ratio: float = INT8_OF_FP32
     outer_bytes_per_parameter: float = INT4_BYTES
@@ -119,7 +119,7 @@ class Training:
     masks: MaskMemory = NO_MASKS  # of documents
     activation_checkpointing: bool = False  # on machines that hold all layers; stages always recompute
     link_efficiency: float = 0.9  # share of a measured bandwidth that transfers reach
-    protocol_round_trips: float = 6.0  # of an outer round, beside its transfers
+    protocol_round_trips: float = 6.0  # of an outer round, in addition to its transfers
 
     def in_flight(self, stages: int) -> int:
         """Largest number of micro-batches on a route of `stages` stages: the credits of its first stage."""
@@ -143,13 +143,15 @@ class Wishes:
     allowed_spans: tuple[Pin, ...] = ()  # like pins, but a machine without a place costs nothing
     trusted_ends: bool = False  # only trusted machines hold the first or the last layer
     rtt_cap_seconds: float = Preferences.rtt_cap_seconds  # between neighbours of a route
-    rtt_weight: float = 2.0  # penalty per second above the cap, in seconds beside its real cost
-    sole_holder_discount: float = 0.05  # of the score where every layer has only one holder
+    rtt_weight: float = 2.0  # penalty for each second above the cap, in seconds, in addition to the real cost
+    sole_holder_discount: float = 0.05  # of the score if every layer has only one holder
     unused_pin_discount: float = 1e-6  # factor on the score per pinned machine without a place: a last resort
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
-    hysteresis: float = Preferences.hysteresis  # a new plan must be better by this share
-    unmeasured_speed_hysteresis: float = 0.2  # instead, where it replaces a machine by one with a claimed speed only
-    horizon_seconds: float = Preferences.horizon_seconds  # within this time a plan must pay for its moves
+    hysteresis: float = Preferences.hysteresis  # share by which a new plan must be better
+    # used instead if a machine would be replaced by one whose speed is only claimed
+    unmeasured_speed_hysteresis: float = 0.2
+    # time within which a plan's gain must exceed the cost of its moves
+    horizon_seconds: float = Preferences.horizon_seconds
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ A node reports its own profile, so the figures are compared with measurements: o
 measured the longer one counts, and speeds are scaled to what the node reaches in training. Large differences are
 reported to people as doubts.
 
-A trainer times its layers one by one when it is loaded. Many layers in turn, beside the machine's other work, take
-longer. The times of a node that trains are therefore multiplied by its own correction: measured time over profiled
-time. A node that never trained gets the median correction of the others, at least 1. So no node loses its place to a
-machine whose speed was never measured in training.
+A trainer times its layers one by one when it is loaded. Many layers one after the other, together with the machine's
+other work, take longer. The times of a node that trains are therefore multiplied by its own correction: measured time
+over profiled time. A node that never trained gets the median correction of the others, at least 1. So no node loses its
+place to a machine whose speed was never measured in training.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from atoll.coordinator.planner.span_memory import holds_whole, training_of
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-_PACE_LIMITED_FACTOR = 1.1  # × the owner's minimum step: a step up to this long was waited out, not computed
+_PACE_LIMITED_FACTOR = 1.1  # × the owner's minimum step: a step up to this long was limited by it, not by computing
 MAX_MISMATCH_FACTOR = 3.0  # a claim that differs from measurements by more than this factor is reported
 _NOISE_SECONDS = 0.01  # that a busy node may add to a round trip
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # assumed for a link that is not measured yet: a home's uplink
-_UNKNOWN_RTT_SECONDS = 0.15  # assumed for a pair without any measured path, even over others: rather too far
+_UNKNOWN_RTT_SECONDS = 0.15  # assumed for a pair without any measured path, even through others: a pessimistic value
 _LEAST_AVAILABILITY = 0.01
 # bounds on reported figures, so that none of them breaks the planner's arithmetic
 _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e3  # of a layer, per token
@@ -57,12 +57,12 @@ def wishes_of(preferences: Preferences, pins: tuple[Pin, ...] = ()) -> Wishes:
 
 @dataclass(frozen=True)
 class NodeProblem:
-    """The problem, and the findings about nodes' profiles."""
+    """The problem, and results of checking nodes' profiles."""
 
     problem: Problem
-    doubts: Mapping[str, str]  # by name: claims that differ from measurements
+    doubts: Mapping[str, str]  # by name: how claims differ from measurements
     corrections: Mapping[str, float]  # by name, of nodes that train: measured / profiled time per layer
-    refused: Mapping[str, str]  # by name: nodes left out because a figure of theirs is invalid, and which
+    refused: Mapping[str, str]  # by name: nodes left out because a reported number is invalid, with its name
 
 
 def problem_from_nodes(
@@ -90,7 +90,7 @@ def problem_from_nodes(
 
 
 def _with_unknown_links_far(links: Links) -> Links:
-    """Set unknown round trips to `_UNKNOWN_RTT_SECONDS`: members of a run do reach each other."""
+    """Set unknown round trips to `_UNKNOWN_RTT_SECONDS`, because members of a run do reach each other."""
     known = np.where(np.isfinite(links.rtt_seconds), links.rtt_seconds, _UNKNOWN_RTT_SECONDS)
     return replace(links, rtt_seconds=known)
 
@@ -127,7 +127,7 @@ def _machine(node: PlannerNode, layers: Sequence[Layer]) -> Machine:
 
 
 def _minimum_step_seconds(profile: mb.NodeProfile) -> float:
-    """Shortest inner step that the owner allows; 0 where the reported value is not a positive number."""
+    """Shortest inner step that the owner allows; 0 if the reported value is not a positive number."""
     reported = profile.minimum_step_seconds
     return min(reported, _MOST_STEP_SECONDS) if reported > 0 else 0.0
 
@@ -138,9 +138,9 @@ def _flops_per_second(tokens_per_second: float, layers: Sequence[Layer]) -> floa
 
 
 def _priced(machines: list[Machine], wishes: Wishes) -> tuple[list[Machine], Wishes]:
-    """Give machines without a price the highest price, where the goal is a low price: a missing price is no bargain.
+    """Give machines without a price the highest price if the goal is a low price, so that they are not preferred.
 
-    Where no machine has a price, the goal becomes time.
+    If no machine has a price, the goal becomes time.
     """
     highest = max((machine.price_per_hour for machine in machines), default=0.0)
     if wishes.goal is not Goal.PRICE:
@@ -170,17 +170,17 @@ def _correction(node: PlannerNode, machine: Machine, layers: Sequence[Layer]) ->
 
 
 def _is_pace_limited(node: PlannerNode, machine: Machine) -> bool:
-    """True where the owner's minimum step sets the pace, so that steps do not show the node's speed."""
+    """True if the owner's minimum step sets the pace, so that steps do not show the node's speed."""
     return node.trains_alone and 0 < node.status.step_seconds <= _PACE_LIMITED_FACTOR * machine.minimum_step_seconds
 
 
 def _typical_correction(factors: Sequence[float]) -> float:
-    """Median correction of the nodes that train (the higher of two), from 1 to `MAX_MISMATCH_FACTOR`."""
+    """Median correction of the nodes that train (the upper median), limited to 1 … `MAX_MISMATCH_FACTOR`."""
     return min(max(statistics.median_high(factors or [1.0]), 1.0), MAX_MISMATCH_FACTOR)
 
 
 def _claimed_seconds_per_token(machine: Machine, layers: Sequence[Layer], *, reruns_forward: bool = False) -> float:
-    """Sum of the profiled times of these layers; `reruns_forward`: forward twice; 0 where a time is missing."""
+    """Sum of the profiled times of these layers; 0 if a time is missing. `reruns_forward`: forward counts twice."""
     times = machine.seconds_per_token
     if any(layer.kind not in times for layer in layers):
         return 0.0
@@ -202,7 +202,7 @@ def _note_mismatches(
 
 
 def _scaled(machine: Machine, factor: float, usual: float) -> Machine:
-    """Scale the layer times to training: by the machine's own correction, or by the usual one where that is 0."""
+    """Scale the layer times to training: by the machine's own correction, or by the usual one if it has none (0)."""
     by = factor or usual
     times = {kind: (by * forward, by * backward) for kind, (forward, backward) in machine.seconds_per_token.items()}
     return replace(machine, seconds_per_token=times, speed_measured=factor > 0)

@@ -25,7 +25,7 @@ class PathMeasurement:
     """One member's measurement of the path to another member."""
 
     rtt_seconds: float
-    bytes_per_second: float  # of the path, where it was slower than the sender's uplink; 0: it was not slower
+    bytes_per_second: float  # of the path, if it was slower than the sender's uplink; 0: it was not slower
     at: float  # monotonic
 
 
@@ -39,7 +39,7 @@ class PlannerNode:
     status: mb.NodeStatus
     multiaddrs: tuple[str, ...]
     paths: Mapping[str, PathMeasurement]
-    trains_alone: bool = True  # a route of one: its pace is its own. A stage has the pace of its whole route
+    trains_alone: bool = True  # whether its route has no other node. Otherwise its pace is that of the whole route
     availability: float = 1.0  # share of the time that it is present
     failures_per_hour: float = 0.0
     last_correction: float = 0.0  # measured time per layer / profiled time, when last measured; 0: never measured
@@ -47,26 +47,26 @@ class PlannerNode:
 
 @dataclass(frozen=True)
 class Preferences:
-    """The operator's preferences for plans: the part of `problem.Wishes` that is not about single nodes."""
+    """The operator's preferences for plans: the part of `problem.Wishes` that does not concern single nodes."""
 
     goal: str = "time"  # or "price": a `problem.Goal`
-    hysteresis: float = 0.05  # a plan that disturbs placed nodes must be better by this share
-    horizon_seconds: float = 6 * 3600.0  # within this time a plan must pay for its moves
-    rtt_cap_seconds: float = 0.08  # between neighbours of a route; the excess counts more
+    hysteresis: float = 0.05  # share by which a plan that disturbs placed nodes must be better
+    horizon_seconds: float = 6 * 3600.0  # time within which a plan's gain must exceed the cost of its moves
+    rtt_cap_seconds: float = 0.08  # between neighbours of a route; longer round trips are penalised
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request for the plan that a run should have now."""
+    """A request for the best plan of a run at this time."""
 
     number: int  # counts the questions of this run
-    nodes: tuple[PlannerNode, ...]  # that the plan may place
+    nodes: tuple[PlannerNode, ...]  # nodes that the plan may place
     layers: plan_pb2.LayerTable
     spec: RunSpec
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
     allowed_spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: these layers or no place
-    current: tuple[NamedRoute, ...] = ()  # that the members follow, including members that are gone by now
-    routes: tuple[Route, ...] = ()  # the same by peer ids
+    current: tuple[NamedRoute, ...] = ()  # routes that the members follow, including members that have left
+    routes: tuple[Route, ...] = ()  # the same routes by peer ids
     standbys: NamedRoute = ()  # nodes that hold layers without a place on a route, in no order
     given_routes: tuple[NamedRoute, ...] = ()  # evaluate these routes instead of a search
     preferences: Preferences = Preferences()
@@ -78,19 +78,19 @@ class Question:
         return {node.peer_id: node.name for node in self.nodes}
 
     def peer_by_name(self) -> dict[str, str]:
-        """Peer ids by those names. A node may have another name by the time of the answer."""
+        """Peer ids by those names. A node may have another name when the answer arrives."""
         return {node.name: node.peer_id for node in self.nodes}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The routes to use. Without routes no plan is possible, and `missing` says why."""
+    """The routes to use. If no plan is possible, there are none, and `missing` is the reason."""
 
     routes: tuple[NamedRoute, ...] = ()
     reason: str = ""
     missing: str = ""
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: why a node has no place
-    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name: anchor and momentum
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: reason why a node has no place
+    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name: bytes of anchor and momentum to fetch
     before_tokens_per_second: float = 0.0  # predicted for the routes that can continue unchanged
     tokens_per_second: float = 0.0  # predicted
     corrections: Mapping[str, float] = field(default_factory=dict)  # by name, of nodes that train: `last_correction`
@@ -98,12 +98,12 @@ class Answer:
 
 
 def shares_memory(profile: mb.NodeProfile) -> bool:
-    """True where the device uses the host's memory."""
+    """True if the device uses the host's memory."""
     return profile.device == "cpu"
 
 
 def memory_figures(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
-    """Memory figures that a node reported; they decide which spans fit."""
+    """Memory sizes that a node reported; they determine which spans fit."""
     return (
         profile.device_memory_bytes,
         profile.host_memory_bytes,
@@ -113,7 +113,7 @@ def memory_figures(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
 
 
 def status_for_span(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStatus:
-    """Return the status without a compute time that is for other layers than the planned span."""
+    """Return the status without its compute time if that is for other layers than the planned span."""
     timed = status.computed.layers
     if not status.HasField("computed") or (timed.first, timed.last) == (first, last):
         return status
@@ -124,6 +124,6 @@ def status_for_span(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStat
 
 
 def has_planner_inputs(profile: mb.NodeProfile) -> bool:
-    """True once a node reported what the planner needs: its memory and its compute speed."""
+    """True once a node has reported the planner's inputs: its memory and its compute speed."""
     computes = profile.layer_times or profile.tokens_per_second
     return bool(profile.device_memory_bytes and profile.host_memory_bytes and computes)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_SHARE_FACTOR = 2.0  # × an equal share
-MIN_RESHARE_SPEEDUP = 1.25  # a smaller speedup is not worth a new plan
-MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # a slower report counts as this
+MIN_RESHARE_SPEEDUP = 1.25  # a smaller speedup does not justify a new plan
+MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # slower reports are raised to this
 EQUAL_SHARE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: the reduce rate that a plan gives an equal share
-MAX_UPLINK_BYTES_PER_SECOND = 1e12  # a higher report counts as this
+MAX_UPLINK_BYTES_PER_SECOND = 1e12  # higher reports are lowered to this
 _HALVINGS = 60
 
 
@@ -39,7 +39,7 @@ def best_shares(links: Mapping[str, NodeLink]) -> dict[str, float]:
     uplinks, count = _uplinks(links), len(links)
     dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
     most = {peer: max(MAX_SHARE_FACTOR / count, 1 / len(dialable)) if peer in dialable else 0.0 for peer in links}
-    if count <= 2 or len(dialable) == 1:  # with two nodes the bytes do not depend on the shares
+    if count <= 2 or len(dialable) == 1:  # with two nodes the traffic does not depend on the shares
         return {peer: (peer in dialable) / len(dialable) for peer in links}
 
     def shares(seconds: float) -> dict[str, float]:
@@ -61,7 +61,7 @@ def exchange_seconds_per_byte(
 ) -> float:
     """Least seconds per byte of the vector until the nodes `among` (default: all) have sent their parts.
 
-    Infinite where a node that cannot be dialled has a share while another node can be dialled.
+    Infinite if a node that cannot be dialled has a share although another node can be dialled.
     """
     uplinks, count = _uplinks(links), len(links)
     stuck = any(link.outbound_only and shares.get(peer, 0.0) for peer, link in links.items())
@@ -121,14 +121,14 @@ def _weight(layers: range, weights: Sequence[float]) -> float:
 
 
 def _uplinks(links: Mapping[str, NodeLink]) -> dict[str, float]:
-    """Uplinks by peer id; a node that measured nothing yet gets the median."""
+    """Uplinks by peer id; a node without a measurement gets the median."""
     known = [max(link.uplink, MIN_LINK_BYTES_PER_SECOND) for link in links.values() if link.uplink]
     usual = statistics.median(known) if known else 1.0
     return {peer: max(link.uplink, MIN_LINK_BYTES_PER_SECOND) if link.uplink else usual for peer, link in links.items()}
 
 
 def needs_relay(multiaddrs: Iterable[str]) -> bool:
-    """True where others cannot dial a node with these addresses.
+    """True if others cannot dial a node with these addresses.
 
     A node behind NAT has relay addresses and addresses of its own network, which no node outside can dial.
     """

@@ -14,9 +14,9 @@ from scipy.spatial.distance import squareform
 
 from atoll.coordinator.planner.problem import FloatArray, IntArray, Problem
 
-REGION_SECONDS = 0.03  # a round trip that still counts as near
+REGION_SECONDS = 0.03  # a shorter round trip counts as near
 _LABEL_SECONDS = 1e-4  # added to the distance of two machines with different labels
-_FAR = 10.0  # seconds: stands for "no path"
+_FAR = 10.0  # seconds; used for pairs without a path
 
 
 def nearness_tree(problem: Problem, machines: Sequence[int]) -> FloatArray:

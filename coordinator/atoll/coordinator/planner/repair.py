@@ -19,13 +19,13 @@ from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.route_builder import Order, RouteBuilder
 from atoll.coordinator.planner.splits import best_split
 
-_Gap = tuple[int, int]  # from layer, up to layer (exclusive)
+_Gap = tuple[int, int]  # first layer, and the layer after the last
 _Step = int | _Gap  # a pinned machine, or layers that free machines must hold
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A span in a route. `machine` is None where the layers have lost their holder."""
+    """A span in a route. `machine` is None if the layers have lost their holder."""
 
     machine: int | None
     first: int
@@ -53,7 +53,7 @@ def repair_layout(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
 
 
 def extend_layout(tables: CostTables, layout: Layout) -> Layout:
-    """Add routes of machines without a place, where they can form any."""
+    """Add routes of machines without a place, if they can form any."""
     free = set(range(tables.count)) - set(layout.machines)
     pinned = _routes_around_pins(tables, free) if any(tables.pins.values()) else []
     free -= {stage.machine for route in pinned for stage in route}
@@ -76,13 +76,13 @@ def _slots(tables: CostTables, named: NamedRoute) -> list[Slot]:
 
 
 def _route(slots: Sequence[Slot]) -> Route:
-    """Convert slots to a route; empty where a slot has no holder."""
+    """Convert slots to a route; empty if a slot has no holder."""
     stages = tuple(Stage(slot.machine, slot.first, slot.last) for slot in slots if slot.machine is not None)
     return stages if len(stages) == len(slots) else ()
 
 
 def _if_feasible(tables: CostTables, slots: Sequence[Slot]) -> Route:
-    """The route, if all slots have holders that reach each other; else empty."""
+    """The route if all slots have holders that reach each other; otherwise an empty route."""
     route = _route(slots)
     return route if route and route_cost(tables, route).score_rate else ()
 
@@ -123,7 +123,7 @@ def _absorb_gaps(tables: CostTables, slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _slower(tables: CostTables, before: Slot, after: Slot, last: int) -> float:
-    """Longer period of two neighbours where the first one ends with layer `last`."""
+    """Longer period of two neighbours if the first one ends with layer `last`."""
     assert before.machine is not None
     assert after.machine is not None
     one = tables.stage(before.machine).period[before.first, last + 1]
@@ -132,7 +132,7 @@ def _slower(tables: CostTables, before: Slot, after: Slot, last: int) -> float:
 
 
 def _resplit(tables: CostTables, named: NamedRoute) -> Route:
-    """Split the layers anew over the remaining machines of a route, in their order."""
+    """Split the layers again over the remaining machines of a route, in their order."""
     places = _index_by_name(tables.problem)
     order = [places[name] for name, _, _ in named if name in places]
     return best_split(tables, order).route if order else ()
@@ -175,7 +175,7 @@ def _pin_chain(tables: CostTables, pinned: Iterable[int]) -> list[_Step]:
 
 
 def _fill_gaps(tables: CostTables, chain: list[_Step], free: Iterable[int]) -> Order:
-    """Fill the gaps with free machines; empty where these are too few, or where the chain has no pinned machine."""
+    """Fill the gaps with free machines; empty if these are too few, or if the chain has no pinned machine."""
     sizes = {machine: tables.stage(machine).most_layers for machine in free}
     spare = sorted((it for it in sizes if sizes[it]), key=lambda it: sizes[it])
     order: list[int] = []

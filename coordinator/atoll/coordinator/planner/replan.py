@@ -1,8 +1,8 @@
 """Decides whether a new layout is worth its moves. Pure.
 
 A machine that gets layers fetches anchor and momentum of those it did not hold, and its route does not train meanwhile.
-Layouts are compared over the horizon, with the cost of their moves. The layout that moves least wins, unless another
-one is better by more than the hysteresis, which covers measurement noise. Three gains count as enough:
+Layouts are compared over the horizon, with the cost of their moves. The layout with the fewest moves is chosen, unless
+another one is better by more than a threshold, which covers measurement noise. There are three thresholds:
 - a small one, where no placed machine loses its place or gets new layers, so that newcomers need not wait;
 - `hysteresis`, where placed machines are disturbed;
 - `unmeasured_speed_hysteresis`, where a machine would be replaced by one whose speed was never measured in training.
@@ -25,14 +25,14 @@ from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 
-_UNDISTURBED_MIN_GAIN = 0.002  # relative; where no placed machine is disturbed
+_UNDISTURBED_MIN_GAIN = 0.002  # relative gain; used if no placed machine is disturbed
 _MAX_SHOWN_GAIN_PERCENT = 1000.0  # a larger gain is reported as "many times"
-_LATE_LAYOUT_FACTOR = 1e-3  # on the score of a layout that is not ready within the horizon
+_LATE_LAYOUT_FACTOR = 1e-3  # factor on the score of a layout that is not ready within the horizon
 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """The chosen layout: the old one, as far as it is still feasible, where nothing else is worth its moves."""
+    """The chosen layout: the feasible part of the old one, if no other layout justifies its moves."""
 
     tables: CostTables
     before: Evaluation  # of the routes that can continue unchanged
@@ -45,13 +45,13 @@ class ReplanResult:
 class _Option:
     value: Evaluation
     fetched_bytes: Mapping[str, float]
-    net_score: float  # less the training lost while machines fetch
+    net_score: float  # the score less the training lost while machines fetch
     moved_bytes: float  # fetched by machines that have a place already
-    placed: frozenset[str]  # machines that have a place already and keep one
+    placed: frozenset[str]  # machines that have a place already and keep it
     speed_only_claimed: frozenset[str]  # machines new in the plan whose speed was never measured
 
     def required_gain(self, other: _Option, before: _Option, wishes: Wishes) -> float:
-        """Relative gain over `other` that this option needs to replace it; `before` is the present layout."""
+        """Relative gain over `other` that this option needs to replace it; `before` is the current layout."""
         if self.placed >= other.placed and self.moved_bytes <= other.moved_bytes:
             return _UNDISTURBED_MIN_GAIN
         ousts = not self.placed >= before.placed and self.speed_only_claimed
@@ -62,7 +62,7 @@ def replan(
     problem: Problem, current: Sequence[NamedRoute], *, clock: Clock, rng: random.Random, seconds: float,
     steps: int | None = None, standbys: NamedRoute = (),
 ) -> ReplanResult:  # fmt: skip
-    """Choose the layout to follow `current`, whose machines may be gone or slower by now.
+    """Choose the layout to follow `current`, whose machines may have left or become slower.
 
     `standbys` hold layers without a place on a route. Raises what `solve` raises.
     """
@@ -74,7 +74,8 @@ def replan(
     start = extend_layout(tables, mended)
     found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start)
     layouts = [kept, mended, start, found.evaluation.layout]
-    if not found.gap:  # the exact solver ignores the present layout; a search from it may find an equal one nearby
+    # the exact solver ignores the current layout; a search from it may find an equally good one with fewer moves
+    if not found.gap:
         nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start, exact=False)
         layouts.append(nearby.evaluation.layout)
     return _chosen(tables, current, standbys, layouts)
@@ -83,7 +84,7 @@ def replan(
 def assess_layout(
     problem: Problem, current: Sequence[NamedRoute], layout: Sequence[NamedRoute], standbys: NamedRoute = ()
 ) -> ReplanResult:
-    """Evaluate the change from `current` to `layout`, whether it pays or not. Raises `PlanInputInvalid`."""
+    """Evaluate the change from `current` to `layout`, even if its gain is too small. Raises `PlanInputInvalid`."""
     check_problem(problem)
     tables = CostTables(problem)
     option = _option(tables, current, standbys, intact_routes(tables, layout))

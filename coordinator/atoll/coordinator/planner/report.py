@@ -43,7 +43,7 @@ def document(found: Solution, why: Explanation) -> dict[str, object]:
 
 
 def sentences(found: Solution, why: Explanation) -> Iterator[str]:
-    """Yield the lines below the table of places."""
+    """Yield the lines that follow the table of places."""
     value = found.evaluation
     routes = _count(len(value.routes), "route")
     yield f"predicted: {count_text(value.tokens_per_second)} tokens/s in {routes}{_price(value)}"

@@ -21,9 +21,9 @@ from atoll.coordinator.planner.splits import Split, best_split
 
 GROUPING_RTT_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
 _ROUTE_COUNT_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)  # × the most routes that a pool's memory allows
-ALL_ORDERS = 3  # machines: for groups up to this size all orders are tried
+ALL_ORDERS = 3  # up to this number of machines in a group, all orders are tried
 _SMALL_POOL_MACHINES = 12  # up to this size a random pool may leave out most of its machines
-_ORDERS_TRIED = 6  # changes to the order of a larger group
+_ORDERS_TRIED = 6  # changes that are tried to the order of a larger group
 _SPLITS_REMEMBERED = 200_000
 
 Order = tuple[int, ...]
@@ -69,7 +69,7 @@ class RouteBuilder:
         return routes
 
     def best_of_pool(self, pool: Sequence[int]) -> list[Split]:
-        """Best of several ways to build routes from one pool; empty where its memory is not enough."""
+        """Best of several ways to build routes from one pool; empty if its memory is too small."""
         most = int(self._layers[list(pool)].sum() // self.tables.layers)
         counts = sorted({max(1, round(most * share)) for share in _ROUTE_COUNT_FACTORS}) if most else []
         trials = [
@@ -95,7 +95,7 @@ class RouteBuilder:
         return [split for split in splits if split.score_rate]
 
     def best_order(self, group: Sequence[int], rng: random.Random) -> Split:
-        """Find a good order: the best of all in a small group, else the best of a short path and changes to it."""
+        """Find a good order: the best of all for a small group, else the best of a short path and its changes."""
         if len(group) <= ALL_ORDERS:
             return max((self.split(order) for order in permutations(group)), key=lambda it: it.score_rate)
         best = self.split(self.path(group))
@@ -108,7 +108,7 @@ class RouteBuilder:
         return best
 
     def path(self, group: Iterable[int]) -> Order:
-        """Order a group as an open path of short hops; with trusted machines at both ends where these are required."""
+        """Order a group as an open path of short hops, with trusted machines at both ends if required."""
         members = sorted(set(group))
         if len(members) < 3:
             return self._with_trusted_ends(members)
@@ -154,7 +154,7 @@ class RouteBuilder:
         return groups
 
     def _max_micro_batches_per_second(self, machine: int) -> float:
-        """Highest rate of micro-batches with its cheapest span."""
+        """Highest rate of micro-batches that the machine reaches, with its cheapest span."""
         period = self.tables.stage(machine).period
         finite = period[np.isfinite(period)]
         return float(1 / finite.min()) if finite.size and finite.min() > 0 else 0.0

@@ -1,7 +1,7 @@
-"""What a run will need and do, from its spec alone: size, batch, rounds, bytes, disk. Pure.
+"""Forecast of a run from its spec alone: size, batch, rounds, bytes, disk. Pure.
 
-`placement_forecast.py` adds what depends on nodes. A figure that cannot be known here is None: the layer table of a
-Hugging Face model, for example, can only be made by a node.
+`placement_forecast.py` adds the figures that depend on nodes. A figure that cannot be known here is None: the layer
+table of a Hugging Face model, for example, can only be made by a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import plan_pb2
 
 BYTE_VOCABULARY = 256
-MOST_BLOCKS = 1 << 14  # a layer table has a row for each
+MOST_BLOCKS = 1 << 14  # a layer table has one row for each
 CHECKPOINTS_KEPT = 3  # by a node, unless its owner set `checkpoint_keep`
 
 
@@ -42,15 +42,15 @@ class Model:
 
     table: plan_pb2.LayerTable
     shape: ModelShape | None  # of the built-in decoder
-    origin: str  # empty: computed from the spec; else the run whose layer table it is
+    origin: str  # the run whose layer table it is; empty: computed from the spec
 
     @property
     def parameters(self) -> int:
-        """Trained parameters: those that are averaged."""
+        """Number of trained parameters: the averaged ones."""
         return sum(row.parameters for row in self.table.layers)
 
     def memory_bytes(self, spec: RunSpec, *, cuda: bool) -> int:
-        """Memory for training all layers, by the estimate with which nodes refuse a model."""
+        """Memory for training all layers, by the estimate that nodes use to refuse a model."""
         samples = spec.optimizer.micro_batch_samples
         if self.shape is not None:
             return built_in_memory_bytes(spec, self.shape, samples, cuda=cuda)
@@ -63,33 +63,33 @@ class KindSize:
 
     kind: str
     layers: int
-    parameters: int  # of all of them
+    parameters: int  # sum over all layers of this kind
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Outer rounds of a run, and of one round once rounds have grown."""
+    """Outer rounds of a run, and the size of a round after the first, smaller rounds."""
 
     members: int  # nodes that each hold all layers, or routes of nodes
     fragments: int
     total: int  # until stop_tokens
-    tokens: int  # of a round
-    steps: float  # of each member in it, if all are equally fast
+    tokens: int  # of one round
+    steps: float  # inner steps of each member in a round, if all are equally fast
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node with all layers sends for averaging, and receives again, among equal holders."""
+    """Bytes that a node with all layers sends, and also receives, for averaging among equal holders."""
 
-    codec: str  # that is assumed
+    codec: str  # assumed codec
     holders: int
-    round_bytes: float  # of one fragment, in the mean
+    round_bytes: float  # of one fragment, on average
     run_bytes: float
-    day_bytes: float | None  # None: nobody knows the pace
+    day_bytes: float | None  # None if the pace is unknown
 
 
 def known_model(spec: RunSpec, runs: Sequence[KnownRun] = ()) -> Model | None:
-    """Find the layers of a spec's model; None where only a node can make their table. Raises `UnsupportedModel`."""
+    """Find the layers of a spec's model; None if only a node can build their table. Raises `UnsupportedModel`."""
     if isinstance(spec.model, ModelSection):
         vocabulary = _vocabulary(spec, spec.model, runs)
         if vocabulary is None:
@@ -106,7 +106,7 @@ def known_model(spec: RunSpec, runs: Sequence[KnownRun] = ()) -> Model | None:
 
 
 def _vocabulary(spec: RunSpec, section: ModelSection, runs: Sequence[KnownRun]) -> tuple[int, str] | None:
-    """Tokens that the tokenizer has at least, and the run that knows it, if the spec does not say."""
+    """Smallest possible size of the vocabulary, and the run that it is known from, if the spec does not give it."""
     bytes_only = spec.data.source != "corpus" and spec.data.tokenizer == "bytes"
     if bytes_only or section.vocabulary is not None:
         return (BYTE_VOCABULARY if bytes_only else section.vocabulary or 0), ""
@@ -121,12 +121,15 @@ def _same_model(spec: RunSpec, run: KnownRun) -> bool:
 
 
 def _table_part(spec: RunSpec) -> tuple[object, ...]:
-    """Keys beside the model on which a layer table depends."""
+    """Keys outside of the model's section on which a layer table depends."""
     return spec.data.sequence_length, spec.data.document_masks, spec.optimizer.precision
 
 
 def known_kinds(spec: RunSpec, model: Model | None) -> tuple[KindSize, ...]:
-    """Sizes by kind of layer; without a model, of the blocks if the spec tells them. Raises `UnsupportedModel`."""
+    """Sizes by kind of layer; without a model, of the blocks only, if the spec gives them.
+
+    Raises `UnsupportedModel`.
+    """
     if model is not None:
         kinds = dict.fromkeys(row.kind for row in model.table.layers)
         rows = {kind: [row for row in model.table.layers if row.kind == kind] for kind in kinds}
@@ -156,7 +159,7 @@ def forecast_rounds(
 
 
 def exchanged_vectors(holders: int) -> float:
-    """Vectors that each of so many equal holders sends, and receives, to average one (`reduce_shares.py`)."""
+    """Number of vectors that each of so many equal holders sends, and receives, to average one (`reduce_shares.py`)."""
     if holders < 2:
         return 0.0
     return 1 + (holders - 2) / holders
@@ -187,7 +190,7 @@ def checkpoint_bytes(model: Model) -> int:
 
 
 def unknown_of(spec: RunSpec, model: Model | None) -> Iterator[str]:
-    """Say what the spec leaves unknown, and how to know it."""
+    """Yield sentences on what the spec does not determine, and how to find it out."""
     if model is not None:
         return
     if isinstance(spec.model, ModelSection):

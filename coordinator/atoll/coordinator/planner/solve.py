@@ -25,8 +25,8 @@ from atoll.core.clock import Clock
 
 _EXACT_TIME_SHARE = 0.6  # of the time, before the local search starts
 _CONSTRUCTION_TIME_SHARE = 0.4  # of the time for the local search
-_PHASES = 3  # local searches, each from the best layout so far
-_SMALL_POOL_PHASES = 10  # the same for few machines; every second one starts from random routes
+_PHASES = 3  # local searches; each starts from the best layout so far
+_SMALL_POOL_PHASES = 10  # the same for few machines; every second search starts from random routes
 _SMALL_POOL_MACHINES = 16
 _ROUND_LIMIT_FACTORS = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # × the round of the first routes
 _ROUND_LIMIT_RANGE = (0.3, 1.0)  # × the round of the best layout, where it is the bottleneck or there is none
@@ -39,7 +39,7 @@ class Solution:
 
     tables: CostTables
     evaluation: Evaluation
-    gap: float  # the optimum is better by this share at most; 0: it is this one; inf: nothing is proven
+    gap: float  # largest share by which the optimum may be better; 0: it is optimal; inf: nothing is proven
     steps: int
     seconds: float
 
@@ -163,7 +163,7 @@ def _routes_of(builder: RouteBuilder, layout: Layout | None, island: Sequence[in
 
 
 def _no_better(tables: CostTables, island: Sequence[int], best: Evaluation) -> bool:
-    """True where an island would train less than `best` even if only compute took time."""
+    """True if an island would train less than `best` even if only compute took time."""
     if tables.problem.wishes.goal is Goal.PRICE:
         return False
     total = 0.0

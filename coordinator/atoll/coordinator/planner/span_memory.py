@@ -1,7 +1,8 @@
 """Memory that spans need, and which spans fit a node's memory: from profiles and the layer table. Pure.
 
-The live coordinator uses this before it asks the planner, with the same tables (`span_tables.py`). Where a node reports
-the memory of the whole model on its device (`whole_model_bytes`), that figure counts: its trainer refuses by it.
+The live coordinator uses this before it asks the planner, with the same tables (`span_tables.py`). If a node reports
+the memory of the whole model on its device (`whole_model_bytes`), that figure is used, because its trainer uses it,
+too.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class SpanMemory:
         self.training = training
 
     def holds_all(self, profile: mb.NodeProfile) -> bool:
-        """True where a node can train all layers, or did not report its memory."""
+        """True if a node can train all layers, or did not report its memory."""
         return self.fits(profile, 0, self.layers - 1)
 
     def fits(self, profile: mb.NodeProfile, first: int, last: int) -> bool:
-        """True where layers `first` to `last` fit the memory that a node reported, or where it reported none."""
+        """True if layers `first` to `last` fit the memory that a node reported, or if it reported none."""
         reported = holds_whole(profile) if (first, last) == (0, self.layers - 1) else None
         if reported is not None:
             return reported
@@ -87,7 +88,7 @@ class SpanMemory:
 
 @lru_cache(maxsize=16)  # called for every node of a run, several times a second
 def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
-    """Build it from a serialised layer table; None where the table is empty or has more than `MOST_LAYERS`."""
+    """Build it from a serialised layer table; None if the table is empty or has more than `MOST_LAYERS`."""
     rows = plan_pb2.LayerTable.FromString(table)
     if not 0 < len(rows.layers) <= MOST_LAYERS:
         return None
@@ -96,7 +97,7 @@ def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
 
 
 def holds_whole(profile: mb.NodeProfile) -> bool | None:
-    """A node's own report of whether all layers fit; None where it reported nothing."""
+    """A node's own report of whether all layers fit; None if it reported nothing."""
     if not profile.device_memory_bytes or not profile.whole_model_bytes:
         return None
     return profile.whole_model_bytes <= profile.device_memory_bytes

@@ -62,7 +62,7 @@ def _route_of(order: Sequence[int], sums: Sequence[FloatArray], layers: int) -> 
 
 
 def _least_period(tables: CostTables, order: Sequence[int]) -> float:
-    """Least period of the slowest stage or hop over all splits; infinite where no split is feasible."""
+    """Least period of the slowest stage or hop over all splits; infinite if no split is feasible."""
     reached = np.full(tables.layers + 1, np.inf)  # by layers covered
     reached[0] = 0.0
     before = None

@@ -1,8 +1,8 @@
 """The coordinator's seat: one Paxos acceptor for every undecided round. Pure.
 
 Where an even number of members have seats, the coordinator has one more (core/quorum.py). It promises not to vote in
-attempts before the asker's, returns its last vote, and never votes for two results in one attempt. Promises and votes
-are rows. They are durable before the response leaves, and stay until the round is known to be decided.
+earlier attempts than the requested one, returns its last vote, and never votes for two results in one attempt. Promises
+and votes are rows. They are stored before the response is sent, and kept until the round is known to be decided.
 
 A coordinator that was restored from a backup has forgotten votes. Once a round first made *under a plan issued since
 the restore* has committed, no earlier vote can matter. Until then the coordinator abstains.
@@ -31,14 +31,14 @@ from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-MAX_UNREPORTED_ROUNDS = 16  # rounds that may have committed unknown to us: openers report them within seconds
-MAX_FAR_ROUNDS = 8  # rounds further ahead than that with votes, so that requests cannot crowd out the next rounds
-MAX_FIRST_ATTEMPT = 10_000  # in the first request about a round, plus one a second since the head is known
+MAX_UNREPORTED_ROUNDS = 16  # rounds that may have committed without a report; openers report within seconds
+MAX_FAR_ROUNDS = 8  # votes on rounds even further ahead, so that requests cannot displace the next rounds
+MAX_FIRST_ATTEMPT = 10_000  # in the first request about a round; plus one per second since the head is known
 
 
 @dataclass(frozen=True)
 class VoteReply:
-    """Answer to the opener. Refusals carry `reason`, and the earlier promise, if there is one."""
+    """Answer to the opener. A refusal has a `reason`, and the earlier promise if there is one."""
 
     granted: bool
     vote: Vote | None
@@ -46,14 +46,17 @@ class VoteReply:
 
 
 def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> VoteReply:
-    """Promise not to vote in attempts before `ballot`, once: an opener that restarted must not open it again."""
+    """Promise not to vote in attempts before `ballot`.
+
+    Granted once: a restarted opener must not open the attempt again.
+    """
     if known is not None and ballot <= _promised(known):
         return VoteReply(False, known, _later_promise_text(known))
     return VoteReply(True, _with_promise(known, run_id, number, ballot))
 
 
 def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, proposal: bytes) -> VoteReply:
-    """Vote for `proposal` in `ballot`, unless a later attempt was promised or another proposal has the vote."""
+    """Vote for `proposal` in `ballot`, unless a later attempt was promised or this ballot has another vote."""
     if known is not None and ballot < _promised(known):
         return VoteReply(False, known, _later_promise_text(known))
     vote = _with_promise(known, run_id, number, ballot)
@@ -72,7 +75,7 @@ def _with_promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) 
 def answer_vote_request(
     state: State, now: StepTime, peer_id: str, round_id: RoundId, proposal: bytes
 ) -> Step[VoteReply]:
-    """Answer `peer_id`, the opener of `round_id`: a promise or, with a proposal, a vote for it.
+    """Answer the request of `peer_id`, the opener of `round_id`: a promise or, with a proposal, a vote.
 
     Raises `InvalidRequest` for a request that no correct opener sends, `Banned`, `CertificateInvalid`.
     """
@@ -146,8 +149,8 @@ def _allowance_after_raise(memory: RunMemory, now: StepTime, peer_id: str, round
     """The opener's allowance after this attempt. Raises `InvalidRequest` if it is exceeded.
 
     The number of attempts is bounded, so no opener may use them up alone. Every opener has an allowance for raising the
-    promised attempt, far above what a correct opener needs. Only the first request about a round may be far up: openers
-    do not ask while they do not need the coordinator, or cannot reach it.
+    promised attempt, far above what a correct opener needs. Only the first request about a round may have a high
+    attempt number: openers send no requests while they do not need the coordinator or cannot reach it.
     """
     known, before = memory.votes.get(round_id.number), memory.raise_allowances.get(peer_id, Allowance())
     if known is None or known.promised_plan < round_id.plan_version:
@@ -196,7 +199,7 @@ def _check_proposal(memory: RunMemory, round_id: RoundId, proposal: bytes) -> No
 
 
 def _check_attestations(proposal: dp.Proposal, manifest: manifest_pb2.Manifest) -> None:
-    """Raise `InvalidRequest` unless as many members attest as half of those that brought something."""
+    """Raise `InvalidRequest` unless at least half of the contributors attest to the proposal."""
     if len(proposal.attestations) > len(manifest.contributions):
         raise InvalidRequest("the proposal has more attestations than contributions")
     try:

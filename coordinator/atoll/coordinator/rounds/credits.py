@@ -1,11 +1,11 @@
-"""What each node contributed to a run: counted once from each committed round, kept under its newest identity. Pure.
+"""Credit: what each node contributed to a run, counted once per committed round, under its newest identity. Pure.
 
 A manifest says how many tokens count for each contribution, and a majority of seats signed it. So credit does not
-depend on what a node says of itself, and it survives restarts of the node and of the coordinator. Without recoveries
-and skipped rounds, all credits of a run add up to its committed tokens. Rounds that a recovery made void keep theirs:
-the work was done. A member on probation gets rounds and no tokens, as in the run's own count.
+depend on a node's own reports, and it survives restarts of the node and of the coordinator. Without recoveries and
+skipped rounds, all credits of a run add up to its committed tokens. Rounds that a recovery made void keep theirs: the
+work was done. A member on probation gets rounds and no tokens, as in the run's own count.
 
-Of nodes that the operator forgot one row is left, with the empty peer id. So a run never has more rows than nodes.
+All forgotten nodes share one row, with the empty peer id. So a run never has more rows than nodes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def count_round(draft: Draft, run_id: str, manifest: manifest_pb2.Manifest, unix
 
 
 def move(draft: Draft, old: Node, new: Node) -> None:
-    """Give a node's new identity what the old one contributed, in all runs."""
+    """Move the old identity's credits to the new one, in all runs."""
     _rename(draft, {old.peer_id: new.peer_id})
 
 
 def fold(draft: Draft, peer_ids: Set[str]) -> None:
-    """Add the credits of these nodes to those of all forgotten nodes, in all runs."""
+    """Add the credits of these nodes to the row of all forgotten nodes, in all runs."""
     _rename(draft, dict.fromkeys(peer_ids, FORGOTTEN))
 
 

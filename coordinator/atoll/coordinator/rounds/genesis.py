@@ -1,6 +1,6 @@
-"""Genesis as the chosen node reports it: checked, stored, and followed by plan 1. Pure.
+"""The genesis that the chosen node reports: check it, store it, and issue plan 1. Pure.
 
-Its outer momentum is zero, in all layers: the run begins with its first round, and its forks begin like it.
+Its outer momentum is zero in all layers, in a fork too: every run starts without momentum.
 
 The genesis of a fork must have the weights of its source. The spec names the source round's manifest by its hash; the
 node sends that manifest, and it has the digest of every layer. So the writer cannot put other weights in their place.
@@ -41,7 +41,7 @@ _REFUSALS = {
 
 
 def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport, zeros: ZeroDigests) -> None:
-    """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer.
+    """Check and store the genesis manifest, and issue plan 1. Ignores nodes other than the chosen writer.
 
     `zeros` has the digests for the sizes of the report's layers.
     """
@@ -118,7 +118,7 @@ def _source_manifest(fork: ForkSection, payload: bytes) -> manifest_pb2.Manifest
 
 
 def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: manifest_pb2.Manifest) -> None:
-    """Raise `PeerMisbehaved` unless the genesis of a fork has, bit for bit, the weights of its source."""
+    """Raise `PeerMisbehaved` unless the genesis of a fork has bit for bit the weights of its source."""
     fork = state.memory[run_id].spec.fork
     if fork is None:
         return

@@ -1,13 +1,12 @@
-"""The log of rounds has no gaps: which node is asked for committed rounds that no opener reported. Pure.
+"""Fills gaps in the log of rounds: asks nodes for committed rounds that no opener reported. Pure.
 
-Openers report rounds at once, so in quiet times nobody is asked. A round may stay unreported if its opener dies, or
-while the coordinator is away. Then heartbeats show newer heads than the newest known round. After `QUIET_SECONDS` the
-coordinator asks one node with a newer head for the manifests of the next rounds, which nodes keep on disk. Each one
-must have the votes of the electorate after the one before. If that node delivers nothing that counts, the next node is
-asked.
+Openers report rounds at once, so usually no node is asked. A round may stay unreported if its opener dies, or while the
+coordinator is away. Then heartbeats show newer heads than the newest known round. After `QUIET_SECONDS` the coordinator
+asks one node with a newer head for the manifests of the next rounds, which nodes keep on disk. Each round must have the
+votes of the electorate that the previous round names. If that node sends nothing valid, the next node is asked.
 
-Nodes delete old manifests. So the coordinator may skip rounds once a strict majority of the plan's members answered,
-and nobody delivers the next one. It takes a later round if a strict majority of them hold the same manifest of it.
+Nodes delete old manifests. So the coordinator may skip rounds once more than half of the plan's members answered and
+none sent the next round. It accepts a later round if more than half of them hold the same manifest of it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from atoll.v1 import membership_pb2 as mb
 MAX_BATCH = 32  # manifests in one answer
 QUIET_SECONDS = 2.0  # for the opener's own report to arrive
 ANSWER_SECONDS = 10.0  # for a node to answer
-RETRY_SECONDS = 30.0  # after all nodes were asked in vain
+RETRY_SECONDS = 30.0  # after all nodes failed to answer
 
 
 def ask_for_missing_rounds(draft: Draft, run_id: str) -> None:
-    """Ask a node, or the next one, if connected nodes have rounds that the coordinator lacks."""
+    """Ask a node, or the next node, if connected nodes have rounds that the coordinator lacks."""
     inquiry, now = draft.state.memory[run_id].inquiry, draft.now.monotonic
     first, ahead = _first_missing(draft.state, run_id), _nodes_ahead(draft.state, run_id)
     if not ahead:
@@ -44,7 +43,7 @@ def ask_for_missing_rounds(draft: Draft, run_id: str) -> None:
             draft.remember(run_id, inquiry=None)
     elif inquiry is None:
         draft.remember(run_id, inquiry=Inquiry(first, now))
-    elif inquiry.agreed is None and inquiry.first != first:  # the round was reported meanwhile
+    elif inquiry.agreed is None and inquiry.first != first:  # the round was reported in the meantime
         draft.remember(run_id, inquiry=_after(inquiry, first, now))
     elif inquiry.peer_id:
         if inquiry.peer_id not in ahead or now - inquiry.since >= ANSWER_SECONDS:
@@ -57,7 +56,7 @@ def ask_for_missing_rounds(draft: Draft, run_id: str) -> None:
 
 
 def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnswer) -> None:
-    """Take the rounds that a node sends, if it was asked for them, and ask on."""
+    """Process the rounds that a node sends, if it was asked for them, and ask for the next ones."""
     inquiry = draft.state.memory[run_id].inquiry
     if inquiry is None or (inquiry.peer_id, inquiry.first) != (peer_id, answer.first):
         return
@@ -74,19 +73,19 @@ def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnsw
         _ask_next(draft, run_id, _without(inquiry, peer_id))
     elif _nodes_ahead(draft.state, run_id).get(peer_id, 0) > first:
         _ask(draft, run_id, inquiry, peer_id)
-    else:  # its newest round at most is missing: the opener reports that one
+    else:  # at most its newest round is missing, which its opener reports
         draft.remember(run_id, inquiry=inquiry)
 
 
 def _first_missing(state: State, run_id: str) -> int:
-    """The next round, or the newest one if it is known only by its hash."""
+    """The next round, or the newest one if only its hash is known."""
     newest = state.runs[run_id].head_round
     commit = state.memory[run_id].committed.get(newest)
     return newest if commit is not None and commit.committed_tokens is None else newest + 1
 
 
 def _nodes_ahead(state: State, run_id: str) -> Mapping[str, int]:
-    """Heads of connected nodes that may have rounds which the coordinator lacks, by peer id."""
+    """Head rounds of connected nodes that may have rounds which the coordinator lacks, by peer id."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if run.state not in ("TRAINING", "PAUSED") or not run.genesis:
         return {}
@@ -103,7 +102,7 @@ def _nodes_ahead(state: State, run_id: str) -> Mapping[str, int]:
 
 
 def _after(inquiry: Inquiry, first: int, now: float) -> Inquiry:
-    """The inquiry once round `first` is the next one; nodes that failed before are not asked first."""
+    """The inquiry for round `first` as the next one. Nodes that failed before are not asked first."""
     return Inquiry(first, now, failed=inquiry.failed)
 
 
@@ -112,7 +111,10 @@ def _without(inquiry: Inquiry, peer_id: str) -> Inquiry:
 
 
 def _ask_next(draft: Draft, run_id: str, inquiry: Inquiry) -> None:
-    """Ask the next node that was not asked in vain. A false claim to be far ahead is tried last."""
+    """Ask the next node that has not failed.
+
+    The lowest head comes first, so a false claim to be far ahead comes last.
+    """
     ahead = _nodes_ahead(draft.state, run_id)
     if inquiry.agreed is not None:
         members = _members(draft.state, run_id)
@@ -137,11 +139,11 @@ def _ask(draft: Draft, run_id: str, inquiry: Inquiry, peer_id: str) -> None:
 def _learn(
     draft: Draft, sender: str, run_id: str, manifests: Sequence[manifest_pb2.CommittedManifest]
 ) -> AtollError | None:
-    """Commit the next rounds from their manifests, in order, up to one that does not count. Returns what is wrong."""
+    """Commit the next rounds from their manifests in order, up to the first invalid one. Returns its error."""
     try:
         for committed in manifests:
             if draft.state.runs[run_id].state not in ("TRAINING", "PAUSED"):
-                break  # it finished with the round before
+                break  # the run finished with the previous round
             first = _first_missing(draft.state, run_id)
             row, report = _read(draft, run_id, committed)
             if row.number > first:
@@ -155,12 +157,12 @@ def _learn(
 
 
 def _read(draft: Draft, run_id: str, committed: manifest_pb2.CommittedManifest) -> tuple[Round, mb.RoundReport]:
-    """What the opener would have reported; without seconds and bytes, which only the opener knows."""
+    """The report that the opener would have sent, without seconds and bytes, which only the opener knows."""
     state, now_ms = draft.state, draft.now.unix_ms
     run, memory = state.runs[run_id], state.memory[run_id]
     head = parse_head(committed, run_id, max_signatures=MAX_SEATS)
     version, fragment = head.ballot.plan_version, head.manifest.round.fragment
-    if version != head.manifest.round.plan_version:  # a later attempt, perhaps under other cuts
+    if version != head.manifest.round.plan_version:  # committed in a later attempt, perhaps under other cuts
         fragment = fragment_of_round(head.round, fragments_of(run, memory, version))
     attempt = RoundId(run_id, version, fragment, head.round, head.ballot.attempt)
     members, seats = memory.token_caps.get(version, {}), seats_after(memory, head.round - 1) or head.seats
@@ -175,16 +177,16 @@ def _read(draft: Draft, run_id: str, committed: manifest_pb2.CommittedManifest) 
 
 
 def _members(state: State, run_id: str) -> tuple[str, ...]:
-    """Members of the plan whose number counts."""
+    """Members of the plan that are not on probation."""
     plan = state.memory[run_id].plan
     return tuple(peer for peer in plan.members if peer not in plan.on_probation) if plan is not None else ()
 
 
 def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int, Mapping[str, bytes]] | None:
-    """The newest round that more than half of the plan's members have reached, and its hash on those that are there.
+    """The newest round that more than half of the plan's members have reached, with its hash on these members.
 
-    None unless more than half are `unable` to send the next round: a slow network is no reason to skip rounds. None
-    either while two nodes have the log's own newest round: after a fork, the others might go on from another one.
+    None unless more than half are `unable` to send the next round, because a slow network is no reason to skip rounds.
+    Also None while two nodes have the log's newest round: after a fork, the others may have another history.
     """
     ahead, members = _nodes_ahead(state, run_id), _members(state, run_id)
     if _several_have_the_head(state, run_id):
@@ -199,7 +201,7 @@ def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int
 
 
 def _several_have_the_head(state: State, run_id: str) -> bool:
-    """Whether at least two members say so: one alone may lie, or be stuck there."""
+    """Whether at least two members report the log's newest round as their head. A single one may lie or be stuck."""
     number, head = state.runs[run_id].head_round, state.memory[run_id].committed.get(state.runs[run_id].head_round)
     statuses = [live.status for peer in _members(state, run_id) if (live := state.live.get(peer)) and live.connected]
     if head is None:
@@ -215,7 +217,7 @@ def _take_later_round(
     agreed: Mapping[str, bytes],
     manifests: Sequence[manifest_pb2.CommittedManifest],
 ) -> None:
-    """Go on from a later round once more than half of the plan's members hold its manifest."""
+    """Continue from a later round once more than half of the plan's members hold its manifest."""
     members = _members(draft.state, run_id)
     for committed in manifests:
         agreed = {**agreed, sender: manifest_hash(committed.payload)}
@@ -230,7 +232,7 @@ def _take_later_round(
 def _skip_to(
     draft: Draft, sender: str, run_id: str, number: int, committed: manifest_pb2.CommittedManifest, held: str
 ) -> bool:
-    """Commit round `number` without the rounds before it; False if its manifest cannot be true."""
+    """Commit round `number` without the rounds before it. Returns False if its manifest is not valid."""
     newest = draft.state.runs[run_id].head_round
     try:
         row, report = _read(draft, run_id, committed)

@@ -1,8 +1,9 @@
-"""What a round cost each node: checked here, held until the next tick, then stored together. Pure.
+"""The metrics that each node reports of a round: checked here, kept until the next tick, then stored together. Pure.
 
-A node reports each round once. All members do so at the same moment, so `store` writes their rows in one transaction,
-at most `ROWS_A_TICK`: a database needs seconds for what a hundred nodes have kept during an outage. Unlike rounds and
-losses, metrics are acknowledged before they are stored. A coordinator that is killed loses those of a tick.
+A node reports each round once. All members report at the same moment, so `store` writes their rows in one transaction,
+at most `ROWS_A_TICK`. A database needs seconds for the rows that a hundred nodes collect during an outage. Unlike
+rounds and losses, metrics are acknowledged before they are stored. A coordinator that is killed loses the metrics of
+one tick.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
 from atoll.v1 import membership_pb2 as mb
 
 ROWS_A_TICK = 2000
-MAX_MEASURE = 1e15  # of seconds, norms and counts, so that sums and quotients stay finite
+MAX_MEASURE = 1e15  # largest value of seconds, norms and counts, so that sums and quotients stay finite
 MIN_SECONDS = 1e-6  # of a round that was timed
 _MEASURES = tuple(item.name for item in fields(NodeMetrics) if item.name not in (*NodeMetrics.KEY, "reported_ms"))
 
 
 def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics) -> None:
-    """Hold what a node reports of a round. Rounds that are not kept in full any more are ignored."""
+    """Keep a node's metrics of a round until the next tick. Ignores rounds that are not kept in full any more."""
     head_round = draft.state.runs[run_id].head_round
     if not max(0, head_round - FULL_METRICS_ROUNDS) < report.round <= head_round + EARLY_METRICS_ROUNDS:
         return
     if report.round not in draft.state.live[peer_id].pending_metrics and not _charge(draft, peer_id):
-        return  # a report that is sent again is not charged
+        return  # a repeated report is not charged
     row = _row(draft, peer_id, run_id, report)
     try:
         _check(row)
@@ -55,7 +56,7 @@ def _charge(draft: Draft, peer_id: str) -> bool:
 
 
 def store(state: State, now: StepTime) -> Step[None]:
-    """Store what is held of all nodes, the rest with the next tick."""
+    """Store the pending metrics of all nodes, up to the limit; the rest follows at the next tick."""
     draft, left, changed = Draft(state, now), ROWS_A_TICK, {}
     for peer_id, live in state.live.items():
         rows = list(live.pending_metrics.items())

@@ -1,9 +1,9 @@
-"""Reports of rounds and losses: checked here, then stored once however often they arrive. Pure.
+"""Reports of rounds and losses: checked here, and stored once even if they arrive several times. Pure.
 
 A node resends a report until the coordinator knows its round, so receiving it twice must be harmless. A report that is
 provably wrong is logged as an event and dropped: it must neither end the node's heartbeats nor be sent again. Rounds
-are stored in their order. A report of a round whose predecessor is unknown is ignored: `learner.py` asks nodes for the
-rounds between, and the node sends its report again.
+are stored in order. A report of a round whose predecessor is unknown is ignored: `learner.py` asks nodes for the
+missing rounds, and the node sends its report again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.core.manifest import manifest_hash, verify_votes
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-RECENT_MANIFESTS = 32  # kept in memory, so that a second result of one of these rounds proves who voted twice
+RECENT_MANIFESTS = 32  # kept in memory, because a second result of one of these rounds proves which members voted twice
 DROPPED_SECONDS = 10.0  # dropped reports of this period share one event
 _MAX_NAMED_NODES = 5  # in one event
 
@@ -53,12 +53,15 @@ def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.Round
 
 
 def _when(report: mb.RoundReport, now_ms: int) -> int:
-    """When a round ended, as its manifest says: a report may have waited for the coordinator. Never in the future."""
+    """When a round ended, by its manifest, because a report may have waited for the coordinator.
+
+    Never in the future.
+    """
     if not report.committed:
         return now_ms
     try:
         committed_ms = manifest_pb2.Manifest.FromString(report.manifest.payload).committed_unix_ms
-    except DecodeError:  # it is refused below
+    except DecodeError:  # the checks below refuse it
         return now_ms
     return committed_ms if 0 < committed_ms < now_ms else now_ms
 
@@ -84,7 +87,7 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
 
 
 def _fold_sources(draft: Draft, peer_id: str, run: Run, report: mb.EvaluationReport) -> list[mb.SourceLoss]:
-    """Return the sources of a checked report by the run's names, to which members not on probation add theirs."""
+    """The sources of a checked report under the run's names. Members not on probation may add names."""
     if not report.sources or not known_nodes(draft.state, [peer_id]):
         return by_names(run.source_names, report.sources)
     memory = draft.state.memory[run.run_id]
@@ -136,7 +139,7 @@ def _is_known_report(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
 def commit_round(
     draft: Draft, sender: str, row: Round, report: mb.RoundReport, *, held_by_majority: bool = False
 ) -> None:
-    """Commit the round of a report by `sender`. Raises what is wrong with it; verifies signatures last.
+    """Commit the round that `sender` reported. Raises an error if it is invalid. Verifies signatures last.
 
     Its votes must be a quorum of its electorate, unless a majority of the plan's members hold it.
     """
@@ -155,7 +158,8 @@ def append_round(draft: Draft, row: Round) -> None:
     run_id, number = row.run_id, row.number
     memory = draft.state.memory[run_id]
     known = memory.committed.get(number)
-    is_new = known is None or known.committed_tokens is None  # else its opener reports a round that was learned
+    # otherwise the opener reports a round that was learned before
+    is_new = known is None or known.committed_tokens is None
     if is_new:
         _log_round(draft, row)
         committed = manifest_pb2.CommittedManifest.FromString(row.manifest)
@@ -172,14 +176,15 @@ def append_round(draft: Draft, row: Round) -> None:
         abandoned_attempts=memory.abandoned_attempts - {attempt_key(row)},
     )
     run = draft.state.runs[run_id]
-    if is_new and number >= run.head_round:  # equal: a base that was known only by its hash
+    if is_new and number >= run.head_round:  # equal: a base of which only the hash was known
         zeroed = run.parts_zeroed + row.parts_zeroed
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens, parts_zeroed=zeroed))
         if number == 1:
             update_kept_rounds(draft, run_id)
         now = draft.now.monotonic
         before = memory.committed.get(number - 1)
-        timed = row.seconds > 0 and before is not None and before.reported  # else it may have been known late
+        # otherwise the previous round may have been learned late
+        timed = row.seconds > 0 and before is not None and before.reported
         seconds = now - memory.head_known_since if timed else memory.commit_seconds
         draft.remember(run_id, head_known_since=now, commit_seconds=seconds)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
@@ -216,7 +221,7 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
 
 
 def _charge_row(draft: Draft, peer_id: str) -> bool:
-    """Charge one row to this node's limit; False, and counted as dropped, if the limit is reached."""
+    """Charge one row to this node's limit. If the limit is reached, count a dropped report and return False."""
     if charge_row(draft, peer_id):
         return True
     drop(draft, peer_id)
@@ -233,7 +238,7 @@ def reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError
 
 
 def drop(draft: Draft, peer_id: str) -> None:
-    """Count a report of this node that is dropped, for one event about all of them."""
+    """Count a dropped report of this node. One event reports all of them."""
     live = draft.state.live.get(peer_id)
     if live is not None:
         since = live.dropped_since if live.dropped_reports else draft.now.monotonic
@@ -246,7 +251,7 @@ def drop(draft: Draft, peer_id: str) -> None:
 def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
     """Tokens of the evaluated round. Raises `PeerMisbehaved` if this node cannot have evaluated it.
 
-    The round's opener and the members present at its end can; genesis, any member of any plan.
+    The opener and the members present at the round's end can evaluate it. Any member of any plan can evaluate genesis.
     """
     commit = memory.committed.get(report.round)
     if commit is None or commit.committed_tokens is None:
@@ -257,6 +262,6 @@ def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationRepo
         allowed = any(peer_id in members for members in memory.token_caps.values())
     if not allowed:
         raise PeerMisbehaved(f"evaluation of round {report.round} by a node that was not part of it")
-    if not 0 <= report.loss <= MAX_LOSS:  # false for NaN too
+    if not 0 <= report.loss <= MAX_LOSS:  # also refuses NaN
         raise PeerMisbehaved(f"the loss of round {report.round} is {report.loss}; must be 0 to {MAX_LOSS:g}")
     return commit.committed_tokens

@@ -1,8 +1,7 @@
 """Checks of reported rounds. Pure; cheap checks come first, signatures last.
 
-A manifest names its contributors, so the members whose votes make it valid must be known from elsewhere: the manifest
-before it names them. So rounds are taken one after the other (`reports.py`), and missing ones are asked for
-(`learner.py`).
+A manifest cannot name its own valid voters. The previous manifest names them. So rounds are accepted in order
+(`reports.py`), and the coordinator asks nodes for missing ones (`learner.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
 MAX_LAYER_PARAMETERS = 1 << 33  # of one layer: 34 GB of fp32
-MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to one that asks for the coordinator's vote
+MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to a round that needs the coordinator's vote
 MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
 ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored
@@ -44,7 +43,7 @@ def report_key(report: mb.RoundReport) -> AttemptKey:
 
 
 def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.RoundReport) -> Round:
-    """The row of an attempt as its opener reports it; the manifest is not read yet. Raises `PeerMisbehaved`.
+    """The row of an attempt from its opener's report, before the manifest is read. Raises `PeerMisbehaved`.
 
     `peer_id` is empty for an attempt under a forgotten plan: its opener is unknown.
     """
@@ -83,13 +82,13 @@ def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: 
 
 
 def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> tuple[Head, Round]:
-    """The manifest of a committed round and its row, if they fit what is known. Verifies no signature yet.
+    """The manifest of a committed round and its row, if they fit the known history. Verifies no signature yet.
 
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
     check_size(report.manifest)
-    parse_head(report.manifest, run.run_id, max_signatures=MAX_SEATS)  # before a large message is copied
+    parse_head(report.manifest, run.run_id, max_signatures=MAX_SEATS)  # checked before a large message is copied
     head = Head(strip_unknown_manifest_fields(report.manifest))
     made = head.manifest.round
     known = memory.committed.get(row.number)
@@ -139,9 +138,9 @@ def _codec_name(codec: pb.Codec) -> str:
 
 
 def _check_probation(head: Head, on_probation: frozenset[str] | None) -> None:
-    """Raise `PeerMisbehaved` unless contributors on probation are named, and weigh no more than they may.
+    """Raise `PeerMisbehaved` unless contributors on probation are marked and their weight is within its limit.
 
-    `on_probation` is None if the plan is forgotten.
+    `on_probation` is None if the plan's content is unknown.
     """
     made = head.manifest.contributions
     named = {item.peer_id for item in made if item.on_probation}
@@ -151,13 +150,13 @@ def _check_probation(head: Head, on_probation: frozenset[str] | None) -> None:
 
 
 def is_forgotten(run: Run, memory: RunMemory, plan_version: int) -> bool:
-    """True for a plan that was issued between a backup and its restore, or long ago: its content is not known here."""
+    """Whether a plan's content is unknown: it was issued long ago, or between a backup and its restore."""
     newest_forgotten = max(run.plan_floor, run.plan_version - KEPT_PLANS)
     return plan_version not in memory.token_caps and 0 < plan_version <= newest_forgotten
 
 
 def fragments_of(run: Run, memory: RunMemory, plan_version: int) -> int:
-    """Number of fragments of the run under that plan."""
+    """Number of fragments of the run under plan `plan_version`."""
     return fragment_count(memory.spec.sync.fragments, layer_count(run.layers), memory.cut_counts.get(plan_version, 0))
 
 
@@ -174,9 +173,9 @@ def layer_shape(table: bytes) -> tuple[tuple[str, int], ...]:
 
 
 def check_votes(head: Head, memory: RunMemory, operator_key: bytes) -> None:
-    """Raise `SignatureInvalid` unless the electorate after the round before voted for it. Verifies no signature.
+    """Raise `SignatureInvalid` unless the electorate that the previous round names voted for it. Verifies no signature.
 
-    The votes on a round that is known by its hash were counted before (`check_reported_head` compares the hashes).
+    If a round's hash is known, its votes were counted before (`check_reported_head` compares the hashes).
     """
     if head.round in memory.committed:
         return
@@ -222,13 +221,16 @@ def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
 
 
 def check_size(committed: manifest_pb2.CommittedManifest) -> None:
-    """Raise `PeerMisbehaved` for a manifest that is larger than any can be."""
+    """Raise `PeerMisbehaved` for a manifest that is larger than any valid one."""
     if len(committed.payload) > MAX_PAYLOAD_BYTES:
         raise PeerMisbehaved(f"the manifest has {len(committed.payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
 
 
 def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> None:
-    """Raise `PeerMisbehaved` unless the attempt is recent and this node was its opener: only the opener knows."""
+    """Raise `PeerMisbehaved` unless the attempt is recent and this node was its opener.
+
+    Others cannot know how it ended.
+    """
     named = report.round
     if named.number <= run.head_round - ABANDONED_WINDOW_ROUNDS:
         raise PeerMisbehaved(
@@ -243,9 +245,9 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
 
 
 def _contributed_tokens(head: Head, caps: Mapping[str, int] | None) -> int:
-    """Tokens of a round, after checking that its plan's members contributed, each once and within its cap.
+    """Tokens of a round. Checks that only its plan's members contributed, each once and within its cap.
 
-    `caps` is None if the plan is forgotten: then the votes alone vouch for members and tokens.
+    `caps` is None if the plan's content is unknown. Then only the votes confirm members and tokens.
     """
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
@@ -261,7 +263,7 @@ def _contributed_tokens(head: Head, caps: Mapping[str, int] | None) -> int:
 
 
 def _check_history(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
-    """Raise `PeerMisbehaved` unless hash, plan version and token total fit the known round before this one."""
+    """Raise `PeerMisbehaved` unless hash, plan version and token total fit the known previous round."""
     number, plan_version = head.round, head.manifest.round.plan_version
     before, is_new = memory.committed.get(number - 1), number > run.head_round
     if before is not None and head.manifest.previous_hash != before.manifest_hash:

@@ -1,9 +1,9 @@
 """When a run reaches `stop_tokens`, at the pace of its recent rounds. Pure.
 
-Everything that shows this time takes it from here: `atollctl`, the status page, and nodes, which learn it with
-heartbeats. Rounds differ in length, and early ones grow, so the pace is tokens over seconds of the last rounds
-together. A gap that is far longer than usual for its tokens does not count: the run was paused, or nobody was there.
-Rounds that the coordinator learned later have no time of their own; their tokens count to the next round that has one.
+`atollctl`, the status page and nodes (through heartbeats) all use this prediction. Rounds differ in length, and early
+ones grow, so the pace is tokens over seconds of the last rounds together. A gap that is far longer than usual for its
+tokens does not count, because the run did not train. Rounds that the coordinator learned later have no known time;
+their tokens count towards the next round with a known time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 
 RECENT_ROUNDS = 32
-LEAST_GAPS = 3  # between rounds; with fewer, the pace is unknown
-LONG_GAP = 4.0  # times the usual seconds per token: not training
-SILENT_SECONDS = 60.0  # and four times the longest of the gaps: then nobody knows when it goes on
+LEAST_GAPS = 3  # between rounds; with fewer gaps the pace is unknown
+LONG_GAP = 4.0  # times the usual seconds per token; a longer gap does not count as training
+SILENT_SECONDS = 60.0  # without a round, at least, and four times the longest gap: then there is no prediction
 MAX_SECONDS = 100 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
 class CommitTime:
-    """A committed round: when, and the tokens of the run up to it."""
+    """The time of a committed round, and the run's tokens up to it."""
 
     unix_ms: int
     committed_tokens: int
@@ -41,7 +41,7 @@ class Eta:
 
 
 def eta_of(state: State, run: Run, unix_ms: int) -> Eta | None:
-    """Predict when a run finishes; None while it does not train, after too few rounds, or if no round comes."""
+    """Predict when a run finishes. None if it does not train, has too few rounds, or has had no round for long."""
     memory = state.memory[run.run_id]
     if run.state != "TRAINING":
         return None
@@ -61,7 +61,7 @@ def recent_commits(memory: RunMemory, head_round: int) -> list[CommitTime]:
 
 
 def _gaps(commits: Sequence[CommitTime], resumed_ms: int) -> list[tuple[float, int]]:
-    """Seconds and tokens between rounds, without those between which a pause ended."""
+    """Seconds and tokens between successive rounds, without gaps that contain a pause."""
     return [
         ((later.unix_ms - earlier.unix_ms) / 1000, later.committed_tokens - earlier.committed_tokens)
         for earlier, later in pairwise(commits)

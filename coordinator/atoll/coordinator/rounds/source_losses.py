@@ -1,8 +1,9 @@
 """Held-out losses by source: checked when a node reports them, and stored as text beside the loss of all. Pure.
 
-Without a mixture the coordinator does not know a run's sources, since it does not have the corpus card. So a run has
-the first names that come, and all others count as one source. Members on probation name none. A name that no other
-member has reported for a while gives its place to a new one. So a member with invented names hides no curve for good.
+Without a mixture the coordinator does not know a run's sources, since it does not have the corpus card. So a run takes
+the first names that are reported, and all others count as one source. Members on probation cannot add names. A name
+that no member has reported for a while is replaced by a new one. So a member with invented names cannot hide a real
+source for ever.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-MAX_SOURCES = 64  # of an evaluation, and names of a run at a time
-KEPT_EVALUATIONS = 32  # that a name outlives without a report
-OTHER = "other"  # the source of all further names
+MAX_SOURCES = 64  # per evaluation, and names per run at a time
+KEPT_EVALUATIONS = 32  # evaluations without a report after which a name may be replaced
+OTHER = "other"  # name for all sources beyond the limit
 MAX_LOSS = 1e6
-MAX_WINDOWS = 2**32 - 1  # of the message
+MAX_WINDOWS = 2**32 - 1  # limit of the message field
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # of a source in a corpus card
 
 
 def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
-    """Raise `PeerMisbehaved` for sources that the run cannot have."""
+    """Raise `PeerMisbehaved` for sources that the run's corpus cannot have."""
     if not sources:
         return
     names = [source.name for source in sources]
@@ -43,7 +44,7 @@ def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
 
 
 def _check_figures(source: mb.SourceLoss) -> None:
-    if not 0 <= source.loss <= MAX_LOSS or not source.windows:  # false for NaN too
+    if not 0 <= source.loss <= MAX_LOSS or not source.windows:  # also refuses NaN
         raise PeerMisbehaved(f"the loss of the source {source.name} is {source.loss} over {source.windows} samples")
     if source.tokens > MAX_INTEGER:
         raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
@@ -52,7 +53,7 @@ def _check_figures(source: mb.SourceLoss) -> None:
 def fold(
     known: Sequence[str], sources: Sequence[mb.SourceLoss], replaceable: Collection[str] = ()
 ) -> tuple[tuple[str, ...], list[mb.SourceLoss]]:
-    """Return a run's names after these checked sources, and the sources by those names; the rest is `OTHER`.
+    """The run's names after these checked sources, and the sources under those names; all others become `OTHER`.
 
     New names replace as many of `replaceable` as they need.
     """
@@ -82,12 +83,12 @@ def _sum_of(sources: Sequence[mb.SourceLoss]) -> mb.SourceLoss:
 
 
 def to_text(sources: Sequence[mb.SourceLoss]) -> str:
-    """Write checked sources for the database; empty without any."""
+    """Encode checked sources for the database; empty if there are none."""
     rows = [[source.name, source.loss, source.windows, source.tokens] for source in sources]
     return json.dumps(rows) if rows else ""
 
 
 def from_text(stored: str) -> list[mb.SourceLoss]:
-    """Read what `to_text` wrote."""
+    """Decode the text of `to_text`."""
     rows = json.loads(stored) if stored else []
     return [mb.SourceLoss(name=name, loss=loss, windows=windows, tokens=tokens) for name, loss, windows, tokens in rows]

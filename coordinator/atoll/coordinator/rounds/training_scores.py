@@ -1,13 +1,13 @@
-"""What audits of training say of members: kept for a while, and compared. Pure.
+"""Results of audits of training: scores of members, kept for a while and compared. Pure.
 
 A round's manifest draws who is audited and by whom (`core/training_audits.py`), so a report counts only from the member
-that was drawn for it. A score says by how many standard errors a contribution gained more on its own samples than on
-others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
-*doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
-auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. Members on probation
-are compared with the others. A doubt puts a member on probation (`live/probation.py`). If a member on probation is not
-behind, an event says so. Only the operator ends probation, since an attacker could earn trust for many members one
-after the other.
+that was drawn for it. A score is the number of standard errors by which a contribution gained more on its own samples
+than on others'. Its size for honest members depends on the run, so a member is compared with the median member. It is
+*doubted* if its score is below half of the median and chance does not explain that. A member's score is that of its
+median auditor. So one lying auditor cannot make a member doubted and, with four or more members, cannot hide one.
+Members on probation are compared with the others. A doubt puts a member on probation (`live/probation.py`). If a member
+on probation scores like the others, an event reports it. Only the operator ends probation, because an attacker could
+earn trust for many members one after the other.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from atoll.v1 import membership_pb2 as mb
 
 KEPT_SCORES = 16  # of each member
 LEAST_AUDITS = 5
-LEAST_MEMBERS = 3  # with scores: two cannot be compared
-LEAST_TYPICAL = 1.0  # below this mean, audits of this run tell nothing
-_LEAST_SPREAD = 1.3  # standard deviation of the scores of one member: 1 by theory if its updates were all alike
-_SPREAD = 0.33  # likewise, in units of the typical score: `benchmarks/training_audits.py` measures it
+LEAST_MEMBERS = 3  # with scores; two cannot be compared
+LEAST_TYPICAL = 1.0  # if the mean is lower, audits of this run are not meaningful
+_LEAST_SPREAD = 1.3  # standard deviation of one member's scores; in theory 1 if its updates were all alike
+_SPREAD = 0.33  # likewise, in units of the typical score, measured with `benchmarks/training_audits.py`
 _SIGMAS = 5.0
 
 
 def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.TrainingAudit) -> None:
-    """Keep what an auditor reports, if it was drawn for that round."""
+    """Keep an auditor's report, if the auditor was drawn for that round."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     held = memory.recent_manifests.get(report.round)
     if report.round > run.head_round or held is None:
-        return  # the node sends it again once the round is known; old ones are of no use
+        return  # the node sends it again once the round is known; old rounds are ignored
     if any(score.round == report.round for score in memory.training_scores.get(report.contributor, ())):
         return
-    if not charge_refusal(draft, peer_id):  # also if it is right: reading takes time
+    if not charge_refusal(draft, peer_id):  # charged for valid reports too, because parsing takes time
         return
     committed = manifest_pb2.CommittedManifest.FromString(held)
     manifest = manifest_pb2.Manifest.FromString(committed.payload)
@@ -79,7 +79,7 @@ def forget(draft: Draft, node: Node) -> None:
 
 
 def move(draft: Draft, old: Node, node: Node) -> None:
-    """Give a node's new identity what audits found of it, and what it found: else it would count as two auditors."""
+    """Move a node's scores and audits to its new identity. Otherwise the node would count as two auditors."""
     memory = draft.state.memory[node.run_id]
     names = {old.peer_id: node.peer_id}
     scores = {
@@ -93,10 +93,10 @@ def move(draft: Draft, old: Node, node: Node) -> None:
 def compare(
     scores: Mapping[str, Sequence[TrainingScore]], on_probation: Set[str] = frozenset()
 ) -> dict[str, TrainingComparison]:
-    """Every member with a score beside those that are not on probation, by peer id.
+    """Compare every member that has a score with the members that are not on probation. Returns by peer id.
 
-    Updates of some fragments tell samples better than those of others, so a score is compared with the usual one of its
-    fragment. Contributions that were not given say nothing.
+    In some fragments, updates distinguish samples better, so a score is compared with the typical score of its
+    fragment. Contributions that were not given do not count.
     """
     typical, comparable = dict[int, float](), set[int]()
     for fragment in {it.fragment for found in scores.values() for it in found if it.score is not None}:
@@ -128,7 +128,7 @@ def compare(
 def _median_auditor(scores: Sequence[TrainingScore], usual: Mapping[int, float]) -> float | None:
     """By how much scores exceed the `usual` ones of their fragments: the mean of the median auditor.
 
-    So one that lies does not count. Of two, the one that found more. None without scores.
+    None without scores. So one lying auditor does not count. Of two auditors, the higher mean counts.
     """
     by_auditor: defaultdict[str, list[float]] = defaultdict(list)
     for it in scores:
@@ -138,13 +138,13 @@ def _median_auditor(scores: Sequence[TrainingScore], usual: Mapping[int, float])
 
 
 def _is_behind(score: float, typical: float, audits: int) -> bool:
-    """Whether a member is below half of the median by more than chance."""
+    """Whether a member is below half of the typical score by more than chance."""
     chance = _SIGMAS * max(_LEAST_SPREAD, _SPREAD * typical) / math.sqrt(audits)
     return audits >= LEAST_AUDITS and score < typical / 2 and typical - score > chance
 
 
 def _conclude(draft: Draft, run_id: str) -> None:
-    """Compare anew, and tell. A doubt puts a member on probation, and stays until it has half of the median score."""
+    """Compare again, and log changes. A doubt puts a member on probation, and lasts until half of the typical score."""
     memory = draft.state.memory[run_id]
     on_probation = frozenset(peer for peer in memory.training_scores if is_on_probation(draft.state, peer))
     before = {peer for peer, it in memory.training_compared.items() if it.doubted}

@@ -1,7 +1,7 @@
 """Digests of layers whose outer momentum is zero, as it is in every genesis.
 
 A layer may have gigabytes, so its digest is computed in a thread, before the step that compares it. Layers of equal
-size share a digest, and all sizes share one pass: zeros are hashed once, up to the largest layer.
+size share a digest. All sizes share one pass over zeros, up to the largest layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZEROS = bytes(4 << 20)
 
 
 def zero_digests(sizes: Iterable[int], stopped: Callable[[], bool] = lambda: False) -> dict[int, bytes]:
-    """The digests of layers with these numbers of parameters. Blocks; returns fewer digests once `stopped`."""
+    """The digests of layers with these numbers of parameters. Blocks. If `stopped`, it returns fewer digests."""
     whole, hashed = hashlib.sha256(), 0
     found: dict[int, bytes] = {}
     for size in sorted(set(sizes)):
@@ -34,6 +34,6 @@ def zero_digests(sizes: Iterable[int], stopped: Callable[[], bool] = lambda: Fal
 
 
 def sizes_to_hash(table: plan_pb2.LayerTable) -> set[int]:
-    """Sizes of the layers of a table that is not checked yet; none if one is larger than a layer may be."""
+    """Sizes of the layers of an unchecked table; none if one layer exceeds the limit."""
     sizes = {row.parameters for row in table.layers}
     return sizes if max(sizes, default=0) <= MAX_LAYER_PARAMETERS else set()

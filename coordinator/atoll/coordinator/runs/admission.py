@@ -1,7 +1,7 @@
 """Admission of nodes: tokens, enrolment, renewal, probation, seeds. Pure.
 
-Spending a token and writing the node's row are one step, hence one transaction: a token with N uses admits
-N times, whichever process dies when.
+Spending a token and writing the node's row are one step, hence one transaction. So a token with N uses admits N times,
+even if processes die in between.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def revoke_token(state: State, now: StepTime, token_id: str) -> Step[Token]:
 def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     """Spend one use of the token and write the node's row. Raises `Rejected` and its subclasses, `AlreadyExists`.
 
-    A peer that this token admitted already gets the same answer without another use: the first answer may have
-    been lost.
+    If this token admitted the peer before, the answer is the same and no use is spent, because the first answer may
+    have been lost.
     """
     token = check_applicant(state, now, applicant)
     known, live = state.nodes.get(applicant.peer_id), state.live.get(applicant.peer_id)
@@ -115,7 +115,7 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
 
 
 def check_applicant(state: State, now: StepTime, applicant: Applicant) -> Token:
-    """The token, if it admits the applicant. Raises as `enrol`."""
+    """The token, if it admits the applicant. Raises the errors of `enrol`."""
     if not _NAME.fullmatch(applicant.node_name):
         raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
     token = _check_token(state, now, applicant, spent=_admitted_before(state, applicant))
@@ -137,10 +137,10 @@ def _admitted_before(state: State, applicant: Applicant) -> bool:
 
 
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
-    """The row of an admitted node. Within one run it keeps its pin and its availability record.
+    """The row of an admitted node. Within one run the node keeps its pin and its availability record.
 
-    A draining node that presents a new token is no longer draining. A token neither puts a known node on probation nor
-    ends that. The token that admitted a node admits it to the run where the operator moved it since.
+    A draining node that presents a new token stops draining. A token does not change a known node's probation. If the
+    operator moved the node since the token admitted it, the token admits it to the run where it is now.
     """
     repeated = known is not None and known.token_id == token.token_id
     run_id = known.run_id if known is not None and repeated else token.run_id
@@ -175,7 +175,7 @@ def _log_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
 
 
 def tell_if_no_seed(draft: Draft, run_id: str) -> None:
-    """Log an event where nodes of a run cannot discover each other."""
+    """Log an event if nodes of a run cannot discover each other because it has no seed."""
     if not _seeds(draft.state, run_id):
         message = "this run has no seed: nodes cannot discover each other. Start one: `atoll join --name seed`"
         draft.event("run.no-seed", run_id, run_id, message)
@@ -191,7 +191,7 @@ def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
 
 
 def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool) -> Step[Node]:
-    """Vouch for a node, or put it on probation; its audits begin anew. Raises `NotFound`, `Ambiguous`."""
+    """Vouch for a node, or put it on probation. Its audits start again. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     draft = Draft(state, now)
     if node.on_probation != on_probation:
@@ -225,7 +225,7 @@ def _seeds(state: State, run_id: str) -> list[Node]:
 
 
 def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bool) -> Token:
-    """The token, if it admits the applicant. `spent`: it did so before, so that no use need be left."""
+    """The token, if it admits the applicant. `spent`: it admitted the applicant before, so no use need be left."""
     token = state.tokens.get(applicant.token_id)
     if token is None or not secret_matches(applicant.secret, token.secret_hash):
         raise TokenUnknown(
@@ -242,7 +242,7 @@ def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bo
 
 
 def unique_name(state: State, run_id: str, peer_id: str, wanted: str) -> str:
-    """The wanted name, with a number added if another peer of the run, or of its plan, has it."""
+    """The wanted name, with a number added if another peer of the run or of its plan has that name."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
     others = (state.nodes[peer] for peer in peers - {peer_id} if peer in state.nodes)

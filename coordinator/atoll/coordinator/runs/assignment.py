@@ -19,10 +19,10 @@ from atoll.core.errors import Banned, IdentityInUse, InvalidRequest, InvalidTran
 
 
 def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
-    """Order a node to move to a run. Naming its present run takes an earlier order back.
+    """Order a node to move to a run. Naming its present run cancels an earlier order.
 
     Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `Banned`, `InvalidTransition` for a run that is over, and
-    `NotPermitted` if the node's owner does not want that.
+    `NotPermitted` if the node's owner set `stay_in_run`.
     """
     node = lookup.node(state, text)
     if not run_id:
@@ -65,7 +65,7 @@ def _stay(state: State, now: StepTime, node: Node) -> Step[Node]:
 
 
 def keep_where_it_is(draft: Draft, peer_id: str) -> None:
-    """Take an order back that was given while the owner's wish to stay was not known."""
+    """Cancel a move that was ordered before the node reported its owner's `stay_in_run`."""
     node = draft.state.nodes[peer_id]
     if node.assigned_run:
         draft.put(replace(node, assigned_run="", draining=False))
@@ -74,17 +74,17 @@ def keep_where_it_is(draft: Draft, peer_id: str) -> None:
 
 
 def move(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> Step[Node]:
-    """Move the caller to the run that it is assigned to; the result is its row. Changes nothing without an order.
+    """Move the caller to the run that it is assigned to, and return its row. Changes nothing without an order.
 
-    What belongs to the old run stays there: pins, audits and reports. Probation goes with the node, and its record of
-    availability. Its streams end. `instance` names the process that asks. Raises `IdentityInUse` if another process of
-    the node has the stream, `Banned`, `IdentityReplaced`, `CertificateInvalid`.
+    Pins, audits and reports stay with the old run. Probation and the availability record move with the node. Its
+    streams end. `instance` names the process that asks. Raises `IdentityInUse` if another process of the node has the
+    stream, `Banned`, `IdentityReplaced`, `CertificateInvalid`.
     """
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     if departure.is_of_another_process(live, instance):
         raise IdentityInUse("another process runs with the identity of this node", "run only one of them")
     if not (node.assigned_run and TRANSITIONS[state.runs[node.assigned_run].state]):
-        return _stay(state, now, node)  # also if that run is over by now
+        return _stay(state, now, node)  # also if the assigned run has ended since
     draft = Draft(state, now)
     counted = node
     if live is not None and live.connected:
@@ -93,7 +93,7 @@ def move(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> St
         counted,
         moved_from=node.run_id,
         last_seen_ms=now.unix_ms,
-        multiaddrs=(),  # of a seed: nodes of the new run learn them when it is there
+        multiaddrs=(),  # a seed's addresses: nodes of the new run learn them when it connects
         run_id=node.assigned_run,
         name=admission.unique_name(state, node.assigned_run, peer_id, node.name),
         assigned_run="",
@@ -103,7 +103,7 @@ def move(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> St
         pin="",
     )
     draft.put(moved)
-    if live is not None:  # rate limits are not refilled; what the node said is of the old run
+    if live is not None:  # rate limits are not refilled; the node's reports belong to the old run
         draft.set_live(peer_id, live.begun_anew(now.monotonic))
     draft.set_checkpoints(peer_id, ())
     named = f"{node.name} moved" if moved.name == node.name else f"{node.name} moved, as {moved.name},"

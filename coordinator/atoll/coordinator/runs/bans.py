@@ -15,7 +15,10 @@ from atoll.v1 import common_pb2 as pb
 
 
 def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node | ForgottenNode]:
-    """Put a peer on the deny-list, until `unban`; a forgotten one by its peer id. Raises `NotFound`, `Ambiguous`."""
+    """Put a peer on the deny-list until `unban`. A forgotten node is named by peer id.
+
+    Raises `NotFound`, `Ambiguous`.
+    """
     known = lookup.known(state, text) or lookup.node(state, text)
     draft = Draft(state, now)
     ban_known(draft, known, clean(reason, MAX_REASON_CHARACTERS))
@@ -23,9 +26,9 @@ def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node | Forg
 
 
 def ban_known(draft: Draft, known: Node | ForgottenNode, reason: str) -> None:
-    """Put what `lookup.known` found on the deny-list, if it is not there.
+    """Put a node that `lookup.known` returned on the deny-list, unless it is there.
 
-    It is the newest identity, which does not escape what an earlier one did.
+    `known` is the node's newest identity, so a node cannot escape a ban by a new identity.
     """
     state = draft.state
     if isinstance(known, Node):
@@ -45,7 +48,7 @@ def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
     Raises `NotFound`, `Ambiguous`, and `InvalidTransition` for an earlier identity of a forgotten node.
     """
     draft = Draft(state, now)
-    if text in state.deny.peer_ids - state.nodes.keys():  # it was forgotten, or a restore lost it
+    if text in state.deny.peer_ids - state.nodes.keys():  # its node was forgotten, or is missing after a restore
         _refuse_replaced(state, text)
         change_deny_list(draft, state.deny.peer_ids - {text})
         draft.event("node.unbanned", "", text, f"{text} is not banned any more")
@@ -75,7 +78,7 @@ def change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
 
 
 def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
-    """Adopt a newer deny-list that a member shows: this coordinator was restored from an older backup.
+    """Adopt a newer deny-list that a member sends: this coordinator was restored from an older backup.
 
     Raises `SignatureInvalid`, `CertificateInvalid` for a list that this operator did not sign.
     """
@@ -84,7 +87,7 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
     if shown.number <= known.number:
         return
     number = max(shown.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))  # which of them were unbanned is not known
+    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))  # unbans since the backup are unknown
     for peer_id in sorted(shown.peer_ids - known.peer_ids):
         node = draft.state.nodes.get(peer_id)
         if node is not None:

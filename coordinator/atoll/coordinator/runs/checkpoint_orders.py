@@ -1,9 +1,9 @@
-"""The operator's order to write a checkpoint now, and how far it is. Pure.
+"""The operator's order to write a checkpoint now, and its progress. Pure.
 
-Nodes are told one round, the target: each writes the first committed state that it has from then on. At first that is
-the newest round. Nodes that hold some layers each may then write different rounds, since training goes on. So once
-all have written and layers are missing, the target becomes the next round, which all of them reach at the same time.
-It does so too after a while if some have not written: their disks may be full, and others may hold their layers.
+All nodes get one target round, and each writes its first committed state of that round or a later one. The first target
+is the newest round. Nodes that each hold some layers may then write different rounds, since training continues. So if
+all have written but layers are missing, the next round becomes the target, which all nodes reach at the same time. The
+same happens after a while if some nodes have not written: their disks may be full, and others may hold their layers.
 
 An order lasts while the operator repeats it. It is not stored: after a restart the next repetition renews it.
 """
@@ -31,18 +31,18 @@ MAX_NAMED_NODES = 20
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an order is."""
+    """Progress of an order."""
 
     run_id: str
-    wanted: int  # the round, or a newer one
-    written_round: int  # of which `held` has all layers; 0: none
+    wanted: int  # the ordered round; a newer one fulfils the order too
+    written_round: int  # round for which `held` has all layers; 0: none
     held: tuple[Checkpoint, ...]
-    waiting: tuple[str, ...]  # names of nodes that have not written
-    missing: str  # layers that no checkpoint of the most complete round has
+    waiting: tuple[str, ...]  # names of nodes that have not written yet
+    missing: str  # layers that no checkpoint of the most complete round contains
 
 
 def order(state: State, now: StepTime, run_id: str, wanted: int) -> Step[Progress]:
-    """Order a checkpoint of round `wanted` (0: the newest) or a newer one, or repeat that; report how far it is.
+    """Order a checkpoint of round `wanted` (0: the newest) or a newer one, or repeat the order; return its progress.
 
     Raises `NotFound`, `Ambiguous`, `InvalidTransition` before the first round, and `Unreachable` if no node can write.
     """
@@ -66,21 +66,21 @@ def order(state: State, now: StepTime, run_id: str, wanted: int) -> Step[Progres
             "see `atollctl node list`; checkpoints that were written before: `atollctl checkpoint list`",
         )
     present = state.memory[run.run_id].checkpoint_order
-    if present is None:  # else that of another operator: a newer round fulfils both, an older one ends it
+    if present is None:  # else keep another operator's order: a newer round fulfils both
         present = CheckpointOrder(wanted, max(wanted, run.head_round), now.monotonic, now.monotonic)
     draft.remember(run.run_id, checkpoint_order=replace(present, asked_at=now.monotonic))
     return draft.done(found)
 
 
 def round_to_write(state: State, node: Node) -> int:
-    """The round of which, or of a newer one, this node should write a checkpoint; 0: none."""
+    """The round that this node should write as a checkpoint (or a newer one); 0: none."""
     present = state.memory[node.run_id].checkpoint_order
     return present.target if present is not None and "node" in node.roles else 0
 
 
 def _next_target(state: State, run: Run, order: CheckpointOrder, now: float) -> int:
     if run.state != "TRAINING":
-        return max(order.wanted, run.head_round)  # no next round may come
+        return max(order.wanted, run.head_round)  # there may be no next round
     heads = _writers(state, run).items()
     pending = any(head >= order.target > _newest_written(state, peer) for peer, head in heads)
     if run.head_round > order.target and (not pending or now - order.target_since >= PATIENCE_SECONDS):
@@ -89,7 +89,10 @@ def _next_target(state: State, run: Run, order: CheckpointOrder, now: float) -> 
 
 
 def keep_up(draft: Draft, run_id: str) -> None:
-    """End an order that is fulfilled or not repeated; choose another target if the present one cannot fulfil it."""
+    """End an order that is fulfilled or not repeated.
+
+    Choose another target if the current one cannot fulfil the order.
+    """
     state, now = draft.state, draft.now.monotonic
     run, present = state.runs[run_id], state.memory[run_id].checkpoint_order
     if present is None:
@@ -105,7 +108,7 @@ def keep_up(draft: Draft, run_id: str) -> None:
 
 
 def _progress(state: State, run: Run, wanted: int) -> Progress:
-    """How far the checkpoints of connected nodes are; those of rounds that are not known to have committed are not."""
+    """Progress from checkpoints of connected nodes; only rounds that are known to have committed count."""
     count = layer_count(run.layers)
     states: dict[tuple[int, bytes], list[Checkpoint]] = {}
     for item in checkpoints.checkpoints_of_run(state, run.run_id):
@@ -129,7 +132,7 @@ def _missing(held: Sequence[Checkpoint], count: int) -> set[int]:
 
 
 def _writers(state: State, run: Run) -> Mapping[str, int]:
-    """Round of the state of each connected node that holds some, by peer id."""
+    """Head rounds of the connected nodes that hold state, by peer id."""
     found = {}
     for node in state.members_of(run.run_id):
         live = state.live.get(node.peer_id)
@@ -141,6 +144,9 @@ def _writers(state: State, run: Run) -> Mapping[str, int]:
 
 
 def _newest_written(state: State, peer_id: str) -> int:
-    """The newest committed round that the node has; others are of a void history, or made up."""
+    """The newest round that the node has written and that is known to have committed.
+
+    Other reports may be false or void.
+    """
     held = state.checkpoints.get(peer_id, ())
     return max((item.round for item in held if checkpoints.is_committed(state, item)), default=0)

@@ -22,7 +22,7 @@ from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CHECKPOINTS = 64  # of one node; only the newest are recorded
-MAX_REPORTED_CHECKPOINTS = 4096  # in one message
+MAX_REPORTED_CHECKPOINTS = 4096  # accepted in one message
 _LOOK = "see `atollctl checkpoint list`"
 _ANOTHER = "name another --node"
 
@@ -82,11 +82,11 @@ def is_committed(state: State, item: Checkpoint) -> bool:
 def choose_for_pull(
     state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False
 ) -> tuple[Checkpoint, ...]:
-    """Checkpoints to pull: together all layers after one round (0: the newest), in layer order.
+    """Checkpoints to pull that together have all layers of one round (0: the newest), in layer order.
 
     Only connected nodes are chosen; `node` (empty: any) restricts the choice to one. `unverified` also allows rounds
-    that are not known to have committed, as between a backup and its restore. Raises `NotFound`, `Ambiguous`, and
-    `Unreachable` if needed nodes are not connected.
+    that are not known to have committed, such as rounds between a backup and its restore. Raises `NotFound`,
+    `Ambiguous`, and `Unreachable` if needed nodes are not connected.
     """
     run = lookup.run(state, run_id)
     peer_id = lookup.node(state, node).peer_id if node else ""
@@ -128,7 +128,7 @@ def fewest_covering(held: Sequence[Checkpoint], count: int) -> tuple[Checkpoint,
 
 
 def _no_checkpoint_error(state: State, states: Sequence[Sequence[Checkpoint]], count: int) -> AtollError:
-    """Error for the round that lacks the fewest layers; of several, the newest."""
+    """Error for the round that lacks the fewest layers, and of several such rounds for the newest."""
     for held in states:
         if any(not connected(state, item.peer_id) for item in fewest_covering(held, count)):
             away = sorted({state.nodes[item.peer_id].name for item in held if not connected(state, item.peer_id)})
@@ -148,10 +148,10 @@ def _no_checkpoint_error(state: State, states: Sequence[Sequence[Checkpoint]], c
 def check_manifest(
     state: State, wanted: Checkpoint, committed: manifest_pb2.CommittedManifest, *, unverified: bool = False
 ) -> None:
-    """Raise `PeerMisbehaved` or `SignatureInvalid` unless it is the requested manifest with a quorum of votes.
+    """Raise `PeerMisbehaved` or `SignatureInvalid` unless this is the requested manifest with a quorum of votes.
 
-    `unverified`: a round unknown here may pass with any votes. The operator's side only checks that their signatures
-    are valid (`cli/checkpoint_download.py`).
+    `unverified`: a round unknown to the coordinator passes with any votes. `atollctl` then only checks that their
+    signatures are valid (`cli/checkpoint_download.py`).
     """
     head = parse_head(committed, wanted.run_id)
     name, memory = state.nodes[wanted.peer_id].name, state.memory[wanted.run_id]

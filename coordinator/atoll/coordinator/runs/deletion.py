@@ -1,9 +1,10 @@
-"""Deletion of runs that are over, or never began: all their rows go, and the name is free again. Pure.
+"""Deletion of runs that have ended or never started: their rows are deleted, and the name is free again. Pure.
 
-Its nodes go too, except those that were moved to another run. Bans stay, because the deny-list has them.
+The rows of its nodes are deleted too, except of nodes that moved to another run. Bans stay, because they are in the
+deny-list.
 
-A deleted run leaves the number of its newest plan. Members may still have its plans and manifests, which the operator
-and they themselves signed. So a new run of the same name begins with newer plans, and with another epoch.
+The number of a deleted run's newest plan is kept. Members may still have its signed plans and manifests. So a new run
+of the same name starts with higher plan versions and another epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MAX_NAMED_NODES = 5
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted."""
+    """The deleted run, with the numbers of nodes and tokens deleted with it."""
 
     run: Run
     nodes: int
@@ -35,8 +36,8 @@ class Deletion:
 def delete(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[Deletion]:
     """Delete a run.
 
-    Raises `NotFound`, `InvalidRequest`, and `InvalidTransition` if it may go on, if a fork begins with it, or if it has
-    nodes that are connected or needed.
+    Raises `NotFound`, `InvalidRequest`, and `InvalidTransition` if the run has not ended, if a fork begins with it, or
+    if it has nodes that are connected or needed.
     """
     if not run_id:
         raise InvalidRequest("a deletion must name the run")
@@ -49,7 +50,8 @@ def delete(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[Del
     _refuse_forks(state, run_id)
     _refuse_present(state, now, policy, run_id)
     members = [node for node in state.nodes.values() if _home(state, node) == run_id]
-    forgetting.refuse_needed(state, members, without_run=run_id)  # a run from which they were moved may need them
+    # a run from which these nodes were moved may need them
+    forgetting.refuse_needed(state, members, without_run=run_id)
     draft = Draft(state, now)
     _detach_others(draft, run_id)
     draft.drop_run(run_id)
@@ -95,12 +97,12 @@ def _names(nodes: Sequence[Node]) -> str:
 
 
 def _home(state: State, node: Node) -> str:
-    """The run of a node, also for an identity that it had before."""
+    """The run of a node. For an earlier identity: the run of its newest identity."""
     return lookup.newest(state, node).run_id
 
 
 def _detach_others(draft: Draft, run_id: str) -> None:
-    """Take the run's name out of the rows of nodes that moved on, or that were to come: they stay where they are."""
+    """Remove the run's name from the rows of nodes in other runs. A planned move to this run is cancelled."""
     state = draft.state
     for node in state.nodes.values():
         home = _home(state, node)

@@ -1,6 +1,6 @@
 """How nodes leave: asked to drain, or by an announced end. Pure.
 
-What becomes of a node that left is in `forgetting`; nodes that announce nothing are lost (`machine`).
+`forgetting` deletes the rows of nodes that left. A node that does not announce its end is lost (`machine`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from atoll.core.node_reasons import is_failure, reason_name, reason_words
 from atoll.v1 import membership_pb2 as mb
 
 MAX_FAILURE_CHARACTERS = 500
-FAILURE_SECONDS = 10  # between two failures of a node that never connects
+FAILURE_SECONDS = 10  # least time between two recorded failures of a node that never connects
 
 
 def drain(state: State, now: StepTime, text: str) -> Step[Node]:
-    """Ask a node to finish its round and leave, also one that was to move. Raises `NotFound`, `Ambiguous`."""
+    """Ask a node to finish its round and leave. Cancels an ordered move. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     draft = Draft(state, now)
     if not node.draining or node.assigned_run:
@@ -32,7 +32,7 @@ def drain(state: State, now: StepTime, text: str) -> Step[Node]:
 
 
 def begin_drain(draft: Draft, peer_id: str) -> None:
-    """Have a node finish its round, and hand over its layers if it is a stage. Does nothing if it drains already."""
+    """Make a node finish its round and, if it is a stage, hand over its layers. Does nothing if it drains already."""
     node, live = draft.state.nodes[peer_id], draft.state.live.get(peer_id)
     if node.draining:
         return
@@ -50,7 +50,7 @@ def leave(
 
     Raises `CertificateInvalid`.
 
-    A process that does not have the node's stream cannot announce that for the one that has it.
+    A process cannot announce the end of another process that has the node's stream.
     """
     node = lookup.caller(state, peer_id)
     reason = clean(reason, MAX_FAILURE_CHARACTERS if is_failure(why) else MAX_REASON_CHARACTERS)
@@ -66,8 +66,8 @@ def leave(
     if is_of_another_process(live, instance) or a_start_failed_elsewhere:
         return draft.done(None)
     charged = charge_row(draft, peer_id)
-    if charged or not node.left:  # that it left counts in any case
-        draining = bool(node.assigned_run)  # it moves when it comes back
+    if charged or not node.left:  # the leave is recorded even if the event is not
+        draining = bool(node.assigned_run)  # the node moves when it comes back
         node = replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms)
         draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
     if charged:
@@ -77,5 +77,5 @@ def leave(
 
 
 def is_of_another_process(live: LiveNode | None, instance: bytes) -> bool:
-    """Whether the open stream of a node is of another process than `instance`; one that did not say is none."""
+    """Whether a node's open stream belongs to another process than `instance`. False if a process is not named."""
     return live is not None and live.connected and bool(live.instance and instance) and live.instance != instance

@@ -1,11 +1,12 @@
-"""Forgetting of nodes that are gone: their rows go, what they contributed stays. Pure.
+"""Forgetting of nodes that are gone: their rows are deleted, their credit is kept. Pure.
 
-A node that could still be needed is kept. While its run may go on, it may have a place in the plan, its vote may decide
-the next round, or strangers would have the run without it. After a restore nobody knows that, until a round of a newer
-plan has committed. What a node outside the plan has on its disk is not looked at.
+A node that may still be needed is kept. While its run has not ended, there are three reasons: it has a place in the
+plan, its vote may decide the next round, or only nodes on probation would be left. After a restore this is unknown
+until a round of a newer plan has committed. The disk contents of nodes outside the plan are ignored.
 
-A ban outlives the row, because the deny-list has it. A forgotten node that comes back is refused, and told why. What is
-needed for that is kept until the certificates have expired that it may have. It may join again with a new token.
+A ban remains without the row, because it is in the deny-list. A forgotten node that comes back is refused with the
+reason. The record for that is kept until the node's certificates have expired. The node may join again with a new
+token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _KEPT_MS = 1000 * (LEAF_LIFETIME.total_seconds() + 3600)
 
 
 def forget(state: State, now: StepTime, policy: Policy, text: str) -> Step[Node]:
-    """Forget a node that is gone, under all its identities; the result is its last row.
+    """Forget a node that is gone, under all its identities; returns its last row.
 
     Raises `NotFound`, `Ambiguous`, and `InvalidTransition` for a node that is connected or needed.
     """
@@ -43,7 +44,7 @@ def forget(state: State, now: StepTime, policy: Policy, text: str) -> Step[Node]
 
 
 def forget_rows(draft: Draft, rows: Iterable[Node], *, run_deleted: bool) -> None:
-    """Drop these rows, and keep why their peers are refused from now on."""
+    """Delete these rows, and keep a trace of each: the reason why its peer is refused from now on."""
     traces = [
         ForgottenNode(
             peer_id=row.peer_id,
@@ -65,7 +66,7 @@ def forget_rows(draft: Draft, rows: Iterable[Node], *, run_deleted: bool) -> Non
 
 
 def _forget_in_run(draft: Draft, run_id: str, memory: RunMemory, peer_ids: Set[str]) -> None:
-    """Forget nodes in the memory of a run: their allowances, audits, doubts, and questions about them."""
+    """Remove nodes from the memory of a run: their allowances, audits, doubts, and planner questions about them."""
     changes: dict[str, object] = {
         item.name: {key: it for key, it in held.items() if key not in peer_ids}
         for item in fields(RunMemory)
@@ -74,7 +75,7 @@ def _forget_in_run(draft: Draft, run_id: str, memory: RunMemory, peer_ids: Set[s
     if not peer_ids.isdisjoint(memory.failed_genesis_writers):
         changes["failed_genesis_writers"] = memory.failed_genesis_writers - peer_ids
     if memory.genesis_writer in peer_ids:
-        changes["genesis_writer"] = ""  # another one is chosen
+        changes["genesis_writer"] = ""  # another writer is chosen
     asked = (memory.question, memory.preparation.question if memory.preparation is not None else None)
     if any(not peer_ids.isdisjoint(question.peer_by_name().values()) for question in asked if question is not None):
         changes |= {"question": None, "answered_question": None, "preparation": None}  # the planner is asked again
@@ -83,7 +84,7 @@ def _forget_in_run(draft: Draft, run_id: str, memory: RunMemory, peer_ids: Set[s
 
 
 def drop_old_traces(draft: Draft) -> None:
-    """Drop what is left of nodes whose certificates have expired."""
+    """Delete the traces of nodes whose certificates have expired."""
     oldest = draft.now.unix_ms - _KEPT_MS
     old = {trace.peer_id for trace in draft.state.forgotten.values() if trace.forgotten_ms < oldest}
     if old:
@@ -91,7 +92,7 @@ def drop_old_traces(draft: Draft) -> None:
 
 
 def may_come_back(state: State, now: StepTime, policy: Policy, node: Node) -> bool:
-    """Whether a node without a stream had one a moment ago, perhaps to the process before this one."""
+    """Whether a node lost its stream a moment ago, perhaps to the previous process of this coordinator."""
     live = state.live.get(node.peer_id)
     if node.left or node.banned:
         return False
@@ -110,9 +111,9 @@ def _refuse_present(state: State, now: StepTime, policy: Policy, node: Node) -> 
 
 
 def refuse_needed(state: State, rows: Iterable[Node], *, without_run: str = "") -> None:
-    """Raise `InvalidTransition` while a run that may go on needs one of these peers, an earlier identity perhaps.
+    """Raise `InvalidTransition` if a run that has not ended needs one of these peers, or an earlier identity of it.
 
-    `without_run`: that is deleted with them.
+    `without_run`: a run that is deleted at the same time.
     """
     leaving = {row.peer_id: lookup.newest(state, row) for row in rows}
     for run in state.runs.values():
@@ -147,7 +148,7 @@ def _refuse_needed_by(state: State, run: Run, leaving: Mapping[str, Node]) -> No
 
 
 def _refuse_last_known(state: State, run: Run, leaving: Mapping[str, Node]) -> None:
-    """A run whose only nodes are on probation is theirs (`state/known_nodes.py`)."""
+    """Refuse to forget the last node that is not on probation while others are (`state/known_nodes.py`)."""
     rows = [
         node
         for node in state.nodes.values()

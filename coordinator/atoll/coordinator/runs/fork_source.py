@@ -24,7 +24,7 @@ from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSp
 from atoll.core.run_spec import ForkSection, RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-_NAMED = 8  # rounds or nodes in one sentence
+_NAMED = 8  # rounds or nodes named in one sentence
 _LOOK = "see `atollctl checkpoint list`"
 
 
@@ -35,18 +35,18 @@ class ForkSource:
     run: Run
     round: int
     manifest_hash: bytes
-    committed: bool  # as the coordinator knows
+    committed: bool  # whether the coordinator knows that it committed
     held: tuple[Checkpoint, ...]  # by node name
 
 
-# --- what an operator may name -----------------------------------------------------------------------
+# --- the source that an operator names ---------------------------------------------------------------
 
 
 def find(state: State, run_id: str, round_number: int, wanted: bytes = b"", *, logged: bytes = b"") -> ForkSource:
     """The source of a fork from that round.
 
-    `wanted` is the hash of its manifest, if the operator names one; `logged` the hash in the log of rounds, of a round
-    too old for the state. Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `InvalidTransition`.
+    `wanted`: the hash of its manifest, if the operator names one. `logged`: the hash in the log of rounds, for a round
+    that is too old for the state. Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `InvalidTransition`.
     """
     run = lookup.run(state, run_id)
     which = f"round {round_number} of run {run.run_id!r}"
@@ -79,14 +79,14 @@ def find(state: State, run_id: str, round_number: int, wanted: bytes = b"", *, l
 
 
 def logged_hash(state: State, run_id: str, rows: Sequence[Round]) -> bytes:
-    """The manifest's hash of a committed round by the rows of its attempts; empty if it is void or unknown."""
+    """The manifest hash of a committed round, from the rows of its attempts; empty if the round is void or unknown."""
     bases = state.memory[run_id].bases
     valid = [it for it in rows if it.committed and not is_void(bases, it.number, it.made_under)]
     return valid[-1].manifest_hash if valid else b""
 
 
 def check_spec(state: State, spec: RunSpec) -> None:
-    """Raise unless this run can begin as its spec says: `NotFound`, `RunSpecError`, and what `find` raises."""
+    """Raise an error unless the fork's source exists and fits: `NotFound`, `RunSpecError`, or an error of `find`."""
     if spec.fork is None:
         return
     fork = spec.fork
@@ -109,7 +109,7 @@ def has_all_layers(run: Run, item: Checkpoint) -> bool:
 
 
 def reported_checkpoints(state: State, run_id: str) -> list[Checkpoint]:
-    """Checkpoints of a run on nodes that are not banned, also on those that moved to another; by node name."""
+    """Checkpoints of a run on nodes that are not banned, including nodes that moved to another run; by node name."""
     now_there = (item for held in state.checkpoints.values() for item in held)
     former = (item for live in state.live.values() for item in live.former_checkpoints)
     found = {
@@ -122,7 +122,7 @@ def reported_checkpoints(state: State, run_id: str) -> list[Checkpoint]:
 
 
 def _rounds_held(state: State, run_id: str) -> str:
-    """A sentence: which rounds are held, and by whom."""
+    """A sentence that lists the rounds that nodes hold."""
     names: dict[int, list[str]] = {}
     for item in reported_checkpoints(state, run_id):
         names.setdefault(item.round, []).append(state.nodes[item.peer_id].name)
@@ -135,16 +135,16 @@ def _rounds_held(state: State, run_id: str) -> str:
 
 
 def take_former_checkpoints(live: LiveNode, state: State, node: Node, request: mb.HeartbeatRequest) -> LiveNode:
-    """Record what a node reports of its former runs. Ignores what cannot be of a run that is known here."""
+    """Record a node's reports of checkpoints of its former runs. Ignores runs that are unknown here."""
     if not request.former_checkpoints:
         return live
     found: dict[tuple[str, int], Checkpoint] = {}
     fork = state.memory[node.run_id].spec.fork
     for item in request.former_checkpoints[:MAX_CHECKPOINTS]:
         run = state.runs.get(item.run_id)
-        is_source = fork is not None and item.run_id == fork.run  # also if that run does not exist any more
+        is_source = fork is not None and item.run_id == fork.run  # also if the source run was deleted
         if item.run_id == node.run_id or (run is None and not is_source):
-            continue  # of another coordinator, perhaps
+            continue  # perhaps a run of another coordinator
         try:
             count = layer_count(run.layers) if run is not None else 0
             row = checked_row(node.peer_id, item.run_id, item.checkpoint, count)
@@ -155,10 +155,10 @@ def take_former_checkpoints(live: LiveNode, state: State, node: Node, request: m
 
 
 def writers(state: State, run_id: str, ready: list[str]) -> list[str]:
-    """Those of the `ready` nodes that may write the run's genesis; of a fork, those that hold its source.
+    """The `ready` nodes that may write the run's genesis; in a fork, those that hold its source.
 
-    Nodes on probation may not, unless the run never had others: nobody can check the weights of an ordinary genesis,
-    and while one stranger has the genesis of a fork, it can withhold it.
+    Nodes on probation may not, unless the run never had others. Nobody can check the weights of an ordinary genesis,
+    and the only holder of a fork's source can withhold it.
     """
     return known_nodes(state, _holders(state, run_id, ready))
 
@@ -194,7 +194,7 @@ def _missing_holder(state: State, run_id: str, fork: ForkSection, ready: list[st
 def lost_source(state: State, run_id: str) -> str:
     """Why this fork can never begin: a recovery made its source round void, and no node holds it; empty otherwise.
 
-    A node that still holds that round, for example because it had moved away before, can write the genesis.
+    A node that still holds that round, for example because it moved to another run before, can write the genesis.
     """
     fork = state.memory[run_id].spec.fork
     if fork is None or fork.run not in state.runs or state.runs[run_id].genesis:

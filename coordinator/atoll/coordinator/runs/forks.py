@@ -1,15 +1,16 @@
 """Forks: two results of one round, each with the votes of a majority of the seats. Pure.
 
-Honest seats cannot cause one (docs/explain/rounds.md), so somebody broke the rules of voting. The coordinator notices
-it by a connected node whose head contradicts the log: it asks that node for its last rounds, finds the first that
-differs, and checks its votes. Then two things happen without waiting for the operator:
+Honest seats cannot cause a fork (docs/explain/rounds.md), so a seat broke the rules of voting. The coordinator detects
+it when a connected node's head contradicts the log. It asks that node for its last rounds, finds the first that
+differs, and checks its votes. Then two things happen without the operator:
 
 - A member that voted for both results in one ballot is banned at once, with a proof (`core/proofs.py`). A fork of two
   ballots has no double vote, and nobody is banned for it.
-- The run goes on from the newest round of the log, as after a recovery, so that what was built on the other result is
-  void everywhere. A recovery voids what members commit before they hear of it, and nobody keeps the state of earlier
-  rounds. So it waits for a moment at which no commit is near: the members on the log's side cannot decide without the
-  others, or have just committed, or not for long. For two minutes none of them may be ahead of the log, either.
+- The run continues from the newest round of the log, as after a recovery. So all rounds built on the other result are
+  void. Rounds that members commit before they receive the recovery become void too, and nobody keeps the state of
+  earlier rounds. So the coordinator waits until no commit is near: the members on the log's side cannot decide without
+  the others, or have just committed, or have not committed for long. In the first two minutes, it also waits while one
+  of them is ahead of the log.
 
 The operator may take a ban back (`atollctl node unban`).
 """
@@ -39,13 +40,13 @@ from atoll.v1 import membership_pb2 as mb
 BATCH = 32  # rounds in one answer
 ANSWER_SECONDS = 10.0  # for a node to answer
 SEARCH_SECONDS = 60.0  # for all answers of one node about one head
-ASK_AGAIN_SECONDS = 60.0  # the same node
+ASK_AGAIN_SECONDS = 60.0  # before the same node is asked again
 JUST_COMMITTED_SECONDS = 2.0
-AHEAD_SECONDS = 120.0  # for the log to follow a node that says it is ahead
+AHEAD_SECONDS = 120.0  # for the log to follow a node that reports a newer head
 
 
 def look_for_forks(draft: Draft, run_id: str) -> None:
-    """Ask a node whose head contradicts the log for the rounds up to that head; end a fork that was found."""
+    """Ask a node whose head contradicts the log for the rounds up to that head. End a fork that was found."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.fork is not None:
         _end_fork(draft, run_id, memory.fork)
@@ -54,7 +55,7 @@ def look_for_forks(draft: Draft, run_id: str) -> None:
 
 
 def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnswer) -> None:
-    """Look for the first round that differs from the log in what a node sends, if it was asked."""
+    """Find the first round in a node's answer that differs from the log, if the node was asked."""
     inquiry = draft.state.memory[run_id].fork_inquiry
     if inquiry is None or (inquiry.peer_id, inquiry.first) != (peer_id, answer.first):
         return
@@ -76,7 +77,7 @@ def _ask_next(draft: Draft, run_id: str) -> None:
     asked = {peer: at for peer, at in memory.contradictions.items() if now - at < ASK_AGAIN_SECONDS}
     due = found.keys() - asked.keys()
     if due:
-        peer = min(due, key=lambda peer: hashlib.sha256(f"{now}/{peer}".encode()).digest())  # any of them
+        peer = min(due, key=lambda peer: hashlib.sha256(f"{now}/{peer}".encode()).digest())  # in a pseudo-random order
         asked[peer] = now
         last = min(found[peer], draft.state.runs[run_id].head_round)
         _ask(draft, run_id, ForkInquiry(peer, last - BATCH + 1, last, now, now))
@@ -87,7 +88,7 @@ def _ask_next(draft: Draft, run_id: str) -> None:
 
 
 def _ask(draft: Draft, run_id: str, inquiry: ForkInquiry) -> None:
-    """Ask, if the search does not take too long already."""
+    """Ask, unless the search has already taken too long."""
     now = draft.now.monotonic
     if now - inquiry.began < SEARCH_SECONDS:
         first = max(_base_round(draft.state.memory[run_id]) + 1, inquiry.first)
@@ -95,7 +96,7 @@ def _ask(draft: Draft, run_id: str, inquiry: ForkInquiry) -> None:
 
 
 def _base_round(memory: RunMemory) -> int:
-    """No fork is older than the newest base: whatever contradicts that is void."""
+    """The round of the newest base. A fork before it is void, so it is not searched."""
     return memory.bases[-1].round if memory.bases else 0
 
 
@@ -110,7 +111,10 @@ def _contradicting_heads(state: State, run_id: str) -> dict[str, int]:
 
 
 def _contradicts(run: Run, memory: RunMemory, peer_id: str, status: mb.NodeStatus) -> bool:
-    """Whether the log has the node's head otherwise, or nobody could tell it; not while that node is asked."""
+    """Whether the node's head differs from the log, or is ahead of it and cannot be learned.
+
+    False while it is asked.
+    """
     number, digest, inquiry = status.head_round, status.head_hash, memory.inquiry
     if len(digest) != SHA256_BYTES or digest in memory.void_manifest_hashes:
         return False
@@ -127,7 +131,7 @@ def _contradicts(run: Run, memory: RunMemory, peer_id: str, status: mb.NodeStatu
 
 
 def _first_difference(draft: Draft, run_id: str, inquiry: ForkInquiry, answer: mb.ManifestAnswer) -> Head | None:
-    """The first round of the answer that the log has otherwise. Verifies no signature. Raises `AtollError`."""
+    """The first round of the answer that differs from the log. Verifies no signature. Raises `AtollError`."""
     if not charge_refusal(draft, inquiry.peer_id):
         raise PeerMisbehaved("this node has no allowance left for rejected reports")
     number, memory = inquiry.first, draft.state.memory[run_id]
@@ -140,7 +144,7 @@ def _first_difference(draft: Draft, run_id: str, inquiry: ForkInquiry, answer: m
         if known is not None and known.manifest_hash != head.hash:
             return Head(strip_unknown_manifest_fields(committed))
         number += 1
-    if inquiry.first < number <= inquiry.last:  # the rest did not fit
+    if inquiry.first < number <= inquiry.last:  # the other rounds did not fit into the answer
         _ask(draft, run_id, replace(inquiry, first=number))
     return None
 
@@ -150,7 +154,7 @@ def _is_second_result(draft: Draft, run_id: str, inquiry: ForkInquiry, other: He
     memory, number = draft.state.memory[run_id], other.round
     before = memory.committed.get(number - 1)
     if before is None or other.manifest.previous_hash != before.manifest_hash:
-        if number == inquiry.first > _base_round(memory) + 1:  # they part before that
+        if number == inquiry.first > _base_round(memory) + 1:  # the histories differ before these rounds
             _ask(draft, run_id, replace(inquiry, first=number - BATCH, last=number - 1))
         return False
     electorate = electorate_after(memory, number - 1)
@@ -165,7 +169,7 @@ def _is_second_result(draft: Draft, run_id: str, inquiry: ForkInquiry, other: He
 
 
 def _found(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
-    """Ban who is proved to have caused it; the run goes on from the log as soon as it can."""
+    """Ban the nodes that proofs name, and record the fork. `_end_fork` lets the run continue from the log."""
     memory, number = draft.state.memory[run_id], other.round
     mine = memory.recent_manifests.get(number)
     proofs = double_votes(Head(manifest_pb2.CommittedManifest.FromString(mine)), other) if mine else ()
@@ -178,7 +182,7 @@ def _found(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
 
 
 def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
-    """Keep a proof, and ban whom it names; returns that name."""
+    """Keep a proof, and ban the node that it names. Returns the node's name."""
     breach, name = verify_proof(proof), proof_id(proof)
     if breach.culprit == peer_id_of(draft.state.operator_key):
         return "the coordinator's own key"
@@ -195,9 +199,9 @@ def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
 
 
 def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:
-    """Go on from the newest round of the log, if those who hold it will still hold it when they hear of that."""
+    """Continue from the newest round of the log, if its holders will still have it when they receive the new plan."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if fork.round > run.head_round or _base_round(memory) >= fork.round:  # a recovery ended it
+    if fork.round > run.head_round or _base_round(memory) >= fork.round:  # a recovery ended the fork
         draft.remember(run_id, fork=None)
         return
     head = memory.committed[run.head_round].manifest_hash
@@ -210,7 +214,8 @@ def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:
         and statuses[peer].status.state != mb.NODE_STATE_CATCHING_UP
         and not statuses[peer].status.lost_layers
     ]
-    waits = draft.now.monotonic - fork.since < AHEAD_SECONDS  # the learner had the time to follow what is true
+    # the learner has had the time to follow valid newer rounds
+    waits = draft.now.monotonic - fork.since < AHEAD_SECONDS
     ahead = waits and any(_is_ahead(statuses[peer].status, run.head_round, memory) for peer in side)
     if run.state != "TRAINING" or ahead or not recovery.hold_all_layers(memory, holders):
         return

@@ -1,9 +1,9 @@
 """Two processes with the identity of one node: the one that has the heartbeat stream stays. Pure.
 
-A data directory that was copied, or restored while its node runs, makes two such processes. A new process may also take
-the place of one that died and whose stream is not known to be broken yet. So the process that has the stream is given a
-challenge. If it answers, it lives, and the new one is refused. If its stream ends, because it is broken or silent for
-too long, the new one gets its place. Heartbeats alone do not count: those of a dead process may still be on their way.
+Two such processes exist if a data directory is copied, or restored while its node runs. A new process may also replace
+one that died and whose broken stream is not detected yet. So the process with the stream gets a challenge. If it
+answers, it is alive, and the new process is refused. If its stream breaks or is silent for too long, the new process
+gets the place. Heartbeats are no proof: a dead process's heartbeats may still be in transit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from atoll.coordinator.state.snapshot import State, StepTime
 
 @dataclass(frozen=True)
 class Claim:
-    """What came of a process that wants the stream. None of all: wait, and claim again."""
+    """The outcome for a process that wants the stream. With no field set: wait, and claim again."""
 
-    session: int = 0  # of its stream, which is open; 0: another process has one
-    challenge: bytes = b""  # that the other process has to answer
-    refused: bool = False  # the other one answered
+    session: int = 0  # of the stream that was opened; 0: another process has one
+    challenge: bytes = b""  # that the other process must answer
+    refused: bool = False  # the other process answered
 
 
 def claim(
@@ -31,7 +31,7 @@ def claim(
 ) -> Step[Claim]:
     """Open a heartbeat stream for a process, unless another one of the node lives.
 
-    `challenge` is random at the first claim of a process, and that of the last `Claim` afterwards. Raises `Banned`,
+    `challenge`: random in a process's first claim, afterwards that of the last `Claim`. Raises `Banned`,
     `CertificateInvalid`.
     """
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
@@ -44,7 +44,7 @@ def claim(
             message = f"{node.name}: a second process with its identity was refused; its data directory was copied"
             draft.event("node.identity-in-use", node.run_id, peer_id, message)
         return draft.done(Claim(refused=True))
-    if not live.challenge or live.challenge_answered:  # else one that another process waits for
+    if not live.challenge or live.challenge_answered:  # otherwise another process waits for the answer
         live = replace(live, challenge=challenge, challenge_answered=False)
         draft.set_live(peer_id, live)
     return draft.done(Claim(challenge=live.challenge))

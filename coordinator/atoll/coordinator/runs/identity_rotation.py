@@ -1,8 +1,8 @@
 """A node's new identity: its membership, name, standing and history move to another key. Pure.
 
-The old identity goes on the deny-list, and its row stays: whatever bans it later bans the node under its newest
-identity. A banned node cannot rotate. The node asks again if the answer was lost, and gets the same one. Each token
-that admits a node pays for a few rotations, with time between them, which bounds rows and deny-list.
+The old identity is put on the deny-list, and its row stays: a later ban of it bans the node's newest identity. A banned
+node cannot rotate. If the answer was lost, the node asks again and gets the same answer. Each token that admits a node
+allows a few rotations with pauses, which bounds the rows and the deny-list.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from atoll.core.errors import AlreadyExists, Busy, NotPermitted
 from atoll.core.identity_rotation import Rotation
 from atoll.core.units import duration_text
 
-MAX_ROTATIONS = 8  # of one node, until a token admits it again
-PAUSE_SECONDS = 3600  # between two of them
-SHOW_SECONDS = 30  # in which a member shows a deny-list that is newer than the coordinator's
-_MOVED = (  # of `RunMemory`, by peer id: what bounds or corrects a node
+MAX_ROTATIONS = 8  # of one node, until it joins with a token again
+PAUSE_SECONDS = 3600  # between two rotations of a node
+SHOW_SECONDS = 30  # that members have after a restore to send a newer deny-list
+_MOVED = (  # fields of `RunMemory` by peer id that limit or correct a node
     "claim_doubts",
     "corrections",
     "fetch_timeouts",
@@ -33,7 +33,7 @@ _MOVED = (  # of `RunMemory`, by peer id: what bounds or corrects a node
 
 
 def rotate(state: State, now: StepTime, caller: str, rotation: Rotation) -> Step[Node]:
-    """Move the caller's membership to its new identity; the result is its row. Changes nothing the second time.
+    """Move the caller's membership to its new identity, and return its row. A repeated call changes nothing.
 
     Raises `Banned`, `IdentityReplaced`, `CertificateInvalid`, `NotPermitted`, `AlreadyExists`, `Busy`.
     """
@@ -53,7 +53,7 @@ def rotate(state: State, now: StepTime, caller: str, rotation: Rotation) -> Step
         peer_id=new,
         public_key=rotation.new_public_key,
         epoch=old.epoch + 1,
-        multiaddrs=(),  # they have the old peer id
+        multiaddrs=(),  # these contain the old peer id
         rotated_ms=now.unix_ms,
         rotations=old.rotations + 1,
     )
@@ -81,9 +81,9 @@ def _check_rate(node: Node, now: StepTime) -> None:
 
 
 def _wait_for_bans(state: State, now: StepTime, node: Node) -> None:
-    """After a restore, members must have had the time to show newer deny-lists: this node may be on one of them.
+    """Raise `Busy` after a restore until members have had time to send newer deny-lists, which may name this node.
 
-    The list that a rotation issues is newer than all of those, so that bans in them would be forgotten.
+    A rotation issues a deny-list with a higher number than theirs, so the bans in them would be lost.
     """
     if state.deny.number >= state.deny_reserved:
         return
@@ -99,12 +99,12 @@ def _wait_for_bans(state: State, now: StepTime, node: Node) -> None:
 
 
 def _move_reports(draft: Draft, old: Node, node: Node) -> None:
-    """Move what the node reported, its allowances and its audits. Streams of the old identity end by themselves."""
+    """Move the node's reports, allowances and audits. Streams of the old identity end by themselves."""
     live = draft.state.live.get(old.peer_id)
     if live is not None:
         last = draft.now.monotonic if live.connected else live.last_message_at
         moved = replace(live, session=0, last_message_at=last, instance=b"", challenge=b"", challenge_answered=False)
-        draft.set_live(node.peer_id, replace(moved, counted_as_lost=True))  # it was not there yet: that is no loss
+        draft.set_live(node.peer_id, replace(moved, counted_as_lost=True))  # it has not connected yet: that is no loss
     held = draft.state.checkpoints.get(old.peer_id, ())
     if held:
         draft.set_checkpoints(old.peer_id, ())

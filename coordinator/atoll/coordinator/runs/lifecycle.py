@@ -4,7 +4,7 @@
                  ↖________|           ↕
                                    PAUSED          any but FINISHED → STOPPED
 
-`advance` moves a run as far as the nodes allow; the operator's orders are the other edges. `live/plan_upkeep.py`
+`advance` moves a run as far as its nodes allow. The other edges are the operator's orders. `live/plan_upkeep.py`
 decides which plan a training run follows.
 """
 
@@ -42,10 +42,10 @@ NEEDS_KNOWN_NODE = (
 
 
 def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> Step[Run]:
-    """Create a run from a spec. Raises `RunSpecError`, `AlreadyExists`, and of a fork what `check_spec` raises."""
+    """Create a run from a spec. Raises `RunSpecError`, `AlreadyExists`, and for a fork the errors of `check_spec`."""
     spec = parse_run_spec(spec_toml)
     stored = spec.resolved_toml()
-    if parse_run_spec(stored, "the spec with its defaults") != spec:  # the next start could not read it
+    if parse_run_spec(stored, "the spec with its defaults") != spec:  # a restarted coordinator could not read it
         raise RunSpecError("the run spec does not survive being written as TOML", "simplify its strings")
     name = spec.run.name
     if name in state.runs:
@@ -93,7 +93,7 @@ def stop(state: State, now: StepTime, run_id: str) -> Step[Run]:
 
 
 def advance(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Move a run as far as its nodes allow."""
+    """Move a run to its next state, if its nodes allow it."""
     run = draft.state.runs[run_id]
     match run.state:
         case "WAITING":
@@ -140,7 +140,7 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
 def _memory_shortage(state: State, run_id: str, ready: list[str]) -> str:
     """The memory that these nodes lack to hold the model together.
 
-    Empty if they lack none, or if no node has reported a layer table.
+    Empty if it suffices, or if no node has reported a layer table.
     """
     tables = Counter(state.live[peer].layers for peer in ready if state.live[peer].layers)
     model = span_memory_of(state, run_id, max(tables, key=lambda table: tables[table], default=b""))
@@ -178,7 +178,7 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
 
 
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
-    """Choose the lowest peer id that was not asked in vain; if all were, start over."""
+    """Choose the writer: the lowest peer id that has not failed; if all have failed, start again with all."""
     memory, able = draft.state.memory[run_id], fork_source.writers(draft.state, run_id, ready)
     passed = memory.failed_genesis_writers | ({memory.genesis_writer} if memory.genesis_writer else set())
     fresh = [peer for peer in able if peer not in passed]
@@ -195,7 +195,10 @@ def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
 
 
 def _log_corpus_mismatches(draft: Draft, run_id: str, digest: str) -> None:
-    """Log fit nodes whose corpus is not the most common one, once per digest. They do not count for genesis."""
+    """Log eligible nodes whose corpus differs from the most common one, once per digest.
+
+    They do not count for genesis.
+    """
     memory = draft.state.memory[run_id]
     for node, other in nodes_with_other_corpus(draft.state, run_id, digest):
         if memory.logged_corpus_mismatches.get(node.peer_id) == other:

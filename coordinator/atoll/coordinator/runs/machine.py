@@ -1,8 +1,8 @@
-"""State machine of heartbeat streams and of time: messages and time go in, the next state and rows come out. Pure.
+"""State machine of heartbeat streams and timers: from messages and time to the next state and rows. Pure.
 
-Enrolment is in `admission`, the operator's orders are in `lifecycle`, and what nodes report is in
-`rounds/reports`. `tick_streams` and `tick_run` run a few times a second. They end silent streams, mark lost
-nodes, and advance runs. With nothing to do they return the state that they were given.
+Enrolment is in `admission`, the operator's orders are in `lifecycle`, and what nodes report is in `rounds/reports`.
+`tick_streams` and `tick_run` run a few times a second. They end silent streams, mark lost nodes, and advance runs. With
+nothing to do they return the state that they were given.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", authority: str = "") -> Step[int]:
-    """Open a heartbeat stream; the result is its session number. An older stream of the peer ends with this.
+    """Open a heartbeat stream, and return its session number. This ends an older stream of the peer.
 
     `instance` names the process at its other end; `authority` issued the certificate that it shows.
 
@@ -69,7 +69,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
             handing_over=old.handing_over,
             unfit_since=old.unfit_since,
             unfit_round=old.unfit_round,
-            profile=old.profile,  # until a new report, so that a short break causes no new plan
+            profile=old.profile,  # kept until a new report, so that a short break causes no new plan
             promised=old.promised,
             promised_before=old.promised_before if old.instance == instance else old.promised,
             row_allowance=old.row_allowance,
@@ -83,16 +83,16 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
     draft.set_live(peer_id, fresh)
     node = replace(availability.count_absence(node, old, now.monotonic), authority=authority)
     draft.put(replace(node, left=False, ended="", ended_detail="", last_seen_ms=now.unix_ms))
-    if charge_row(draft, peer_id):  # a node that only reconnects does not fill the event log
+    if charge_row(draft, peer_id):  # repeated reconnects do not fill the event log
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 
 def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
-    """Apply one message of a stream, but its genesis (`take_genesis`).
+    """Apply one message of a stream, except its genesis (`take_genesis`).
 
-    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusDiffers` if the node has another corpus
-    than the run, and `InvalidRequest`.
+    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusDiffers` if the node's corpus is not the
+    run's, and `InvalidRequest`.
     """
     node, live = check_session(state, peer_id, session)
     _check_request(request)
@@ -135,7 +135,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
 def take_genesis(
     state: State, now: StepTime, peer_id: str, session: int, report: mb.GenesisReport, zeros: ZeroDigests
 ) -> Step[None]:
-    """Apply the genesis of a message; `zeros` are for its layers. Raises what `check_session` raises."""
+    """Apply the genesis in a message. `zeros`: digests for its layers. Raises the errors of `check_session`."""
     node, _ = check_session(state, peer_id, session)
     draft = Draft(state, now)
     if "node" in node.roles:
@@ -144,7 +144,10 @@ def take_genesis(
 
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
-    """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusDiffers`."""
+    """The node's row and live state, if its stream is still valid.
+
+    Raises `Banned`, `InvalidTransition`, `CorpusDiffers`.
+    """
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     expected = corpus_expected(state, node.run_id)
     if expected and live and live.corpus_digest not in ("", expected):
@@ -169,7 +172,7 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
 
 
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """End silent streams, mark lost nodes, and drop what is left of nodes that were forgotten long ago."""
+    """End silent streams, mark lost nodes, and delete old traces of forgotten nodes."""
     draft = Draft(state, now)
     forgetting.drop_old_traces(draft)
     reports.log_dropped_reports(draft)
@@ -186,10 +189,10 @@ def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
 
 
 def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
-    """Apply what time changes in one run. Each run has its own step, so that no run can hold up another."""
+    """Apply the effects of time in one run. Each run has its own step, so that no run delays another."""
     draft = Draft(state, now)
     if run_id not in state.runs:
-        return draft.done(None)  # it was deleted since this tick began
+        return draft.done(None)  # the run was deleted since this tick began
     _end_streams_with_other_corpus(draft, run_id)
     learner.ask_for_missing_rounds(draft, run_id)
     forks.look_for_forks(draft, run_id)
@@ -206,7 +209,7 @@ def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[N
 def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """Apply the planner's answer to a run's question."""
     if run_id not in state.runs:
-        return Draft(state, now).done(None)  # it was deleted meanwhile
+        return Draft(state, now).done(None)  # the run was deleted meanwhile
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.accept_answer(state, now, run_id, question, answer)
@@ -236,7 +239,7 @@ def _is_multiaddr(text: str) -> bool:
 
 
 def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:
-    """When the node became unfit; None while it is fit. New messages and new streams do not reset the time."""
+    """When the node became ineligible; None while it is eligible. New messages and streams do not reset the time."""
     if state in ELIGIBLE_STATES:
         return None
     return now if live.unfit_since is None else live.unfit_since
@@ -260,7 +263,7 @@ def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) 
 
 
 def _accepted_layer_table(state: State, node: Node, live: LiveNode, request: mb.HeartbeatRequest) -> bytes:
-    """The node's layer table; it counts until genesis sets the run's. Raises `PeerMisbehaved`."""
+    """The node's layer table, which is used until genesis sets the run's table. Raises `PeerMisbehaved`."""
     if state.runs[node.run_id].genesis or not request.HasField("layers"):
         return b"" if state.runs[node.run_id].genesis else live.layers
     check_layer_table(request.layers, state.memory[node.run_id].spec.model_hash())

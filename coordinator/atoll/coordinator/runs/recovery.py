@@ -1,12 +1,12 @@
-"""Recovery of a run whose electorate, or whose newest round, is lost. Pure.
+"""Recovery of a run that has lost its electorate or its newest round. Pure.
 
 A recovery issues a plan with a new *base*: a manifest, and the members that decide the round after it. Later rounds
 that were made under earlier plans are void from then on, on every node that follows the plan. Nothing else reverts a
-committed round. So a recovery starts in two cases only. Either the operator orders it (`recover`). Or every node
-that decides the next round is connected and reports an older one, or reports layers of the newest one as lost
-(`recover_if_lost`), as after a power cut that took the whole swarm back to its checkpoints. Then no node is left
-that could continue from the void rounds. If nodes hold some layers each, the run continues from the newest round of
-which all layers are left.
+committed round. So a recovery starts in two cases only. First, the operator orders it (`recover`). Second, every node
+that decides the next round is connected and reports an older head, or reports layers of the newest round as lost
+(`recover_if_lost`). This happens after a power cut that returned the whole swarm to its checkpoints. No node can then
+continue from the void rounds. If nodes each hold some layers, the run continues from the newest round of which all
+layers still exist.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class RecoveryPoint:
     """A committed state that connected nodes hold."""
 
     round: int
-    holders: int  # of two results of one round, the one with more holders sorts higher
+    holders: int  # of two results of one round, the one with more holders is preferred
     manifest_hash: bytes
 
 
 def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) -> Step[Run]:
-    """Recover a run to the newest state that is left. Raises `NotFound`, `InvalidTransition`.
+    """Recover a run to the newest state that still exists. Raises `NotFound`, `InvalidTransition`.
 
-    `force`: recover even if enough nodes to decide are connected. They cannot decide if a result that they voted for
-    may have been committed and none of them has its state any more (docs/explain/rounds.md).
+    `force`: recover even if enough nodes to decide are connected. They cannot decide if they voted for a result that
+    may be committed and none of them still has its state (docs/explain/rounds.md).
     """
     run = lookup.run(state, run_id)
     memory = state.memory[run.run_id]
@@ -91,7 +91,7 @@ def recover_if_lost(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
-    """The newest committed state that fit nodes report."""
+    """The newest committed state that eligible nodes report."""
     memory = state.memory[run.run_id]
     known = known_nodes(state, eligible_nodes(state, run.run_id))
     statuses = (state.live[peer].status for peer in known)
@@ -104,7 +104,7 @@ def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
 
 
 def _is_in_valid_history(memory: RunMemory, point: RecoveryPoint, most: float) -> bool:
-    """True if a state belongs to the valid history: known here, or reported by more than `most` nodes."""
+    """Whether a state belongs to the valid history: it is known here, or more than `most` nodes report it."""
     commit = memory.committed.get(point.round)
     if commit is not None:
         return commit.manifest_hash == point.manifest_hash
@@ -114,7 +114,7 @@ def _is_in_valid_history(memory: RunMemory, point: RecoveryPoint, most: float) -
 
 
 def _point_if_all_are_behind(state: State, run_id: str) -> RecoveryPoint | None:
-    """The recovery point, if all voters and planned nodes are connected and hold older rounds."""
+    """The recovery point, if all voters and planned nodes are connected and hold older heads than the newest round."""
     run, memory = state.runs[run_id], state.memory[run_id]
     electorate = electorate_after(memory, run.head_round)
     eligible = set(eligible_nodes(state, run_id))
@@ -148,19 +148,19 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
 
 
 def _may_return(state: State, run_id: str, peer: str) -> bool:
-    """True if an absent node may return with its state."""
+    """Whether an absent node may return with its state."""
     node = state.nodes[peer]
     return node.run_id == run_id and not (node.banned or node.left)
 
 
 def hold_all_layers(memory: RunMemory, holders: list[str]) -> bool:
-    """True if nodes that hold a round's layers of their spans have all layers together."""
+    """Whether these nodes together hold all layers, if each has those of its span."""
     plan = memory.plan
     return plan is not None and _covers(plan.layers, [plan.span(peer) or range(0) for peer in holders])
 
 
 def _choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
-    """The newest state of which all layers are left."""
+    """The newest state of which all layers still exist."""
     memory = state.memory[run.run_id]
     cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.stages)
     return _newest_complete_round(state, run) if cut else newest_held_state(state, run)
@@ -179,7 +179,7 @@ def _newest_complete_round(state: State, run: Run, below: int | None = None) -> 
         status, span = state.live[peer].status, memory.plan.span(peer)
         settled = (
             status.state != mb.NODE_STATE_CATCHING_UP
-        )  # while it catches up, it may hold the layers of an earlier plan
+        )  # while it catches up, it may still hold the layers of an earlier plan
         if span and settled and len(status.head_hash) == SHA256_BYTES and not status.lost_layers:
             held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
         for item in state.checkpoints.get(peer, ()) if span else ():
@@ -204,7 +204,7 @@ def _covers(count: int, spans: list[range]) -> bool:
 
 
 def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> None:
-    """Make `point` the base of the run: later rounds, and all that contradicts it, are void."""
+    """Make `point` the base of the run. Later rounds, and other results of earlier rounds, become void."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     eligible = eligible_nodes(draft.state, run_id)
     void = {number: commit for number, commit in memory.committed.items() if number > point.round}
@@ -215,7 +215,7 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
         committed=kept,
         void_manifest_hashes=memory.void_manifest_hashes | {commit.manifest_hash for commit in void.values()},
         fork=None,
-        training_scores={},  # some are of rounds that are void now
+        training_scores={},  # some belong to rounds that are void now
         training_compared={},
         recent_manifests={number: it for number, it in memory.recent_manifests.items() if number <= point.round},
         recoverable_since=None,
@@ -225,7 +225,7 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
     draft.log(DropMetrics(run_id, point.round))
     tokens = max(
         commit.committed_tokens or 0 for commit in kept.values()
-    )  # a lower bound where the round's count is unknown
+    )  # a lower bound if the round's count is unknown
     loss_round = min(run.loss_round, point.round)
     draft.put(replace(run, head_round=point.round, committed_tokens=tokens, loss_round=loss_round))
     lost = f"rounds {point.round + 1} to {run.head_round} are void" if void else "no reported round is lost"
@@ -235,7 +235,7 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
 
 
 def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str], reason: str) -> None:
-    """Issue the plan with the new base to connected nodes. Routes stay; `live/replan_trigger.py` repairs them later."""
+    """Issue the plan with the new base to connected nodes. Routes stay; `live/replan_trigger.py` repairs them."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     version = next_version(run)
     if memory.plan is None or not replan_trigger.needs_routes(

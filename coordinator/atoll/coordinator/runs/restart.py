@@ -30,9 +30,9 @@ from atoll.v1 import manifest_pb2
 def restore(
     contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: StepTime, operator_key: bytes = b""
 ) -> State:
-    """The state after a restart. `plans` and `deny` are the stored ones; their signatures are checked already.
+    """The state after a restart. `plans` and `deny` come from the database, with verified signatures.
 
-    Members of the newest plans get the usual time to reconnect, as if their streams had ended just now.
+    Members of the newest plans have the usual time to reconnect, as if their streams had just ended.
     """
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
@@ -43,7 +43,7 @@ def restore(
         peer: LiveNode(session=0, last_message_at=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
-        if peer in nodes  # a run that is over keeps its plan, whose members may be forgotten
+        if peer in nodes  # a run that has ended keeps its plan, whose members may be forgotten
     }
     state = State(
         operator_key=operator_key,

@@ -1,7 +1,7 @@
 """`AdminService`, the operator's gRPC service.
 
 A thin layer: each call is one step of a state machine, or one read of the state or the store. Calls about nodes, runs
-and records are in the files beside this.
+and records are in other files of this package.
 """
 
 # ruff: noqa: N802 - gRPC dictates the names of the methods
@@ -21,7 +21,7 @@ from atoll.v1 import admin_pb2 as wire
 
 
 class AdminService(NodeCalls, RunCalls, RecordCalls):
-    """One method for each RPC of `admin.proto`; here those about tokens and certificate authorities."""
+    """One method per RPC of `admin.proto`. This class adds the RPCs about tokens and certificate authorities."""
 
     async def CreateToken(self, request: wire.CreateTokenRequest, context: Context) -> wire.CreateTokenResponse:
         """Create a token with a fresh secret; only the secret's hash is stored."""
@@ -57,7 +57,7 @@ class AdminService(NodeCalls, RunCalls, RecordCalls):
         return await self._authorities.rotate(request.overlap_seconds)
 
     async def RetireAuthority(self, request: wire.RetireAuthorityRequest, context: Context) -> wire.AuthoritiesView:
-        """End trust in the old one now."""
+        """End trust in the old authority now."""
         return await self._authorities.retire(force=request.force)
 
 

@@ -1,4 +1,4 @@
-"""What the operator's calls share: `AdminService` is made of one class for each thing that it administers."""
+"""The common part of the operator's calls. `AdminService` combines one class per subject."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ROUNDS = 10_000
 
 
 class AdminCalls(admin_pb2_grpc.AdminServicer):
-    """The parts of the coordinator that calls use, and the views that several of them return."""
+    """The parts of the coordinator that calls use, and views that several calls return."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class NodeCalls(AdminCalls):
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
     async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
-        """A node by peer id, name, or end of a peer id; also what is left of a forgotten one, by its peer id."""
+        """A node by peer id, name, or end of a peer id. Of a forgotten node: its trace, by peer id."""
         state = self._controller.state
         return self._known(lookup.known(state, request.node) or lookup.node(state, request.node))
 
@@ -48,7 +48,7 @@ class NodeCalls(AdminCalls):
         )
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
-        """Put a node's peer id on the deny-list, for good."""
+        """Put a node's peer id on the deny-list until it is unbanned."""
         banned = await self._controller.do(lambda state, now: bans.ban(state, now, request.node, request.reason))
         return self._known(banned)
 
@@ -87,7 +87,7 @@ class NodeCalls(AdminCalls):
         return wire.ListProofsResponse(proofs=[views.proof_view(self._controller.state, row) for row in rows])
 
     async def GetProof(self, request: wire.GetProofRequest, context: Context) -> wire.ProofView:
-        """A proof by its id, or a unique prefix of it, with its bytes."""
+        """A proof, with its bytes, by its id or a unique prefix of the id."""
         rows = await self._controller.read(lambda store: store.proofs(""))
         found = [row for row in rows if request.id and row.proof_id.startswith(request.id)]
         if len(found) != 1:

@@ -1,4 +1,4 @@
-"""The operator's calls about what runs did: plans, rounds, metrics, events."""
+"""The operator's calls about a run's records: plans, rounds, metrics, events."""
 
 # ruff: noqa: N802 - gRPC dictates the names of the methods
 
@@ -53,7 +53,7 @@ class RecordCalls(AdminCalls):
         return wire.PlanHistoryResponse(plans=[plan_views.figures_view(row) for row in rows])
 
     async def ApplyPlan(self, request: wire.ApplyPlanRequest, context: Context) -> wire.ApplyPlanResponse:
-        """Plan now; issue the plan, or with `dry_run` only return what would change."""
+        """Plan now. Issue the plan, or with `dry_run` only return the changes."""
         run = lookup.run(self._controller.state, request.run_id)
         question = plan_apply.operator_question(
             self._controller.state, self._controller.moment(), run.run_id, self._controller.policy
@@ -80,7 +80,7 @@ class RecordCalls(AdminCalls):
         return wire.ListRoundsResponse(rounds=[views.round_view(state, row) for row in rows])
 
     async def ListMetrics(self, request: wire.ListMetricsRequest, context: Context) -> wire.ListMetricsResponse:
-        """A page of what nodes reported of rounds."""
+        """A page of the nodes' metrics of rounds."""
         state = self._controller.state
         run_id = lookup.run(state, request.run_id).run_id
         page = MetricsPage(
@@ -94,14 +94,14 @@ class RecordCalls(AdminCalls):
         return wire.ListMetricsResponse(rows=[views.metrics_row(self._controller.state, row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
-        """Stream wanted events after an id; with `follow`, until the caller goes or the server stops."""
+        """Stream matching events after an id. With `follow`, continue until the caller leaves or the server stops."""
         wanted = self._event_filter(request)
         after_id = min(request.after_id, MAX_INTEGER)
         tail = min(request.tail, MAX_TAIL)
         with self._controller.change_event() as changed:
             while not self._stopping.is_set():
                 refuse_retired(context, self._keys.authorities)
-                looked_at = self._controller.state.last_event_id  # a later look need not read these again
+                looked_at = self._controller.state.last_event_id  # the next read need not read these again
                 rows = await self._controller.read(partial(_events, wanted, after_id, tail))
                 for row in rows:
                     await context.write(views.event_view(row))
@@ -111,7 +111,7 @@ class RecordCalls(AdminCalls):
                 after_id, tail = max(after_id, looked_at), 0
                 if not request.follow:
                     return
-                with suppress(TimeoutError):  # looks again after a while, should a wake-up be missed
+                with suppress(TimeoutError):  # reads again after a while in case a wake-up was missed
                     async with asyncio.timeout(FOLLOW_SECONDS):
                         await changed.wait()
                 changed.clear()
@@ -128,7 +128,7 @@ class RecordCalls(AdminCalls):
 
 
 def _events(wanted: EventFilter, after_id: int, tail: int, store: Store) -> tuple[Event, ...]:
-    """The next batch of wanted events, or the newest `tail` of them."""
+    """The next batch of matching events, or the newest `tail` of them."""
     if tail:
         return store.newest_events(after_id, tail, wanted)
     return store.events(after_id, EVENT_BATCH, wanted)

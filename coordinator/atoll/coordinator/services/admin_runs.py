@@ -108,7 +108,7 @@ class RunCalls(AdminCalls):
     async def OrderCheckpoint(
         self, request: wire.OrderCheckpointRequest, context: Context
     ) -> wire.OrderCheckpointResponse:
-        """Have connected nodes write a checkpoint, or repeat that; tell how far it is."""
+        """Order connected nodes to write a checkpoint, or repeat the order. Returns its progress."""
         wanted = min(request.round, MAX_INTEGER)
 
         def order(state: State, now: StepTime) -> Step[wire.OrderCheckpointResponse]:
@@ -116,7 +116,7 @@ class RunCalls(AdminCalls):
             return Step(step.state, views.checkpoint_progress(step.state, step.result), step.records)
 
         found = await self._controller.do(order)
-        self._controller.notify()  # nodes are told at once; the order has no row that would do so
+        self._controller.notify()  # tell the nodes at once; the order has no row that would do so
         return found
 
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]

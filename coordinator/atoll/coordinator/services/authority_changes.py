@@ -1,7 +1,8 @@
 """Replacement of the certificate authority while the coordinator serves: introduce, wait for the members, retire.
 
-The rules of files are in `authorities.py`. After a change the servers take it over in a handshake of our own, before
-members hear of it: a change of gRPC's configuration must meet as few handshakes as possible (`ca.py`).
+`authorities.py` has the rules of files. After a change, the servers adopt it in a handshake that the coordinator itself
+makes, before members are told: as few handshakes as possible may happen during a change of gRPC's configuration
+(`ca.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atoll.core.certs import LEAF_LIFETIME, not_after
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.v1 import admin_pb2 as wire
 
-CHECK_SECONDS = 5.0  # between looks at the end of an overlap
+CHECK_SECONDS = 5.0  # between checks whether an overlap has ended
 MAX_OVERLAP_SECONDS = 366 * 24 * 3600
 MAX_NAMED = 20
 _log = log.get("authorities")
@@ -30,7 +31,7 @@ class AuthorityChanges:
     """Rotates and retires the certificate authority of a coordinator."""
 
     def __init__(self, controller: Controller, keys: CoordinatorKeys, take_over: Callable[[], Awaitable[None]]) -> None:
-        """`take_over` makes the servers and the admin credential follow the authorities."""
+        """`take_over` makes the servers and the admin credential use the current authorities."""
         self._controller = controller
         self._keys = keys
         self._take_over = take_over
@@ -38,7 +39,7 @@ class AuthorityChanges:
         self._begun: set[asyncio.Task[None]] = set()
 
     async def rotate(self, overlap_seconds: int) -> wire.AuthoritiesView:
-        """Introduce a new authority beside the present one. Raises `InvalidTransition`, `InvalidRequest`."""
+        """Introduce a new authority in addition to the current one. Raises `InvalidTransition`, `InvalidRequest`."""
         if not 1 <= overlap_seconds <= MAX_OVERLAP_SECONDS:
             raise InvalidRequest(f"overlap_seconds is {overlap_seconds}; must be 1 to {MAX_OVERLAP_SECONDS}")
         await self._to_its_end(self._rotate(overlap_seconds))
@@ -66,9 +67,9 @@ class AuthorityChanges:
         trusted, state = self._keys.authorities.now, self._controller.state
         newest = trusted.issuing.sha256
         nodes = [node for node in state.present_nodes() if self._may_return(state, node)]
-        first = () if trusted.number else ("",)  # of rows that do not tell, as long as there was only one
+        first = () if trusted.number else ("",)  # of rows without an authority, while there was only one
         others = sorted(node.name for node in nodes if node.authority not in (newest, *first))
-        waiting = others if trusted.until_ms else []  # else they need tokens
+        waiting = others if trusted.until_ms else []  # after the overlap they need tokens
         members = {trusted.serving.sha256: len(waiting), newest: len(nodes) - len(others)}
         views = [
             wire.AuthorityView(
@@ -79,9 +80,9 @@ class AuthorityChanges:
         return wire.AuthoritiesView(trusted=views, until_unix_ms=trusted.until_ms, waiting=waiting[:MAX_NAMED])
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make a change although its caller may leave: members must hear of what is on disk."""
+        """Complete a change even if its caller disconnects, because members must follow the files on disk."""
         task = asyncio.create_task(change)
-        self._begun.add(task)  # the event loop alone would not keep it
+        self._begun.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._begun.discard)
         await asyncio.shield(task)
 
@@ -109,7 +110,7 @@ class AuthorityChanges:
         await self._announce("ca.retired", f"certificates of the authority {old} are refused from now on")
 
     async def _announce(self, kind: str, message: str) -> None:
-        """Make servers, operator and members follow what is on disk already."""
+        """Make servers, operator and members follow the change that is already on disk."""
         await self._take_over()
         self._keys.announce()
 
@@ -124,7 +125,7 @@ class AuthorityChanges:
             _log.error("an event is not in the log", kind=kind, message=message, error=str(error))
 
     def _may_return(self, state: State, node: Node) -> bool:
-        """True unless the node is banned, or its certificate has expired because it was away for too long."""
+        """True unless the node is banned or its certificate has expired while it was away."""
         live = state.live.get(node.peer_id)
         contact_ms = max(node.enrolled_ms, node.last_seen_ms)
         since_ms = self._controller.moment().unix_ms - contact_ms

@@ -1,10 +1,10 @@
 """Relay of checkpoints from nodes to the operator, message by message; nothing is stored here.
 
 A pull opens one `RelayedUpload` for each checkpoint of a set. The node's next heartbeat response carries an upload
-order with a ticket. The node answers with an `UploadCheckpoint` call, and the relay joins the two calls. All nodes
-of a set are asked at the same time: a node keeps the files open from its answer on, and a node that waited for its
-turn could have deleted its checkpoint. At most a few messages are buffered, so the slower side sets the pace. Every
-wait has a deadline. If one side ends, the other side receives the reason.
+order with a ticket. The node answers with an `UploadCheckpoint` call, and the relay joins the two calls. All nodes of a
+set get their orders at the same time. A node keeps the files open once it has answered; a node that was asked later
+could have deleted its checkpoint. At most a few messages are buffered, so the slower side sets the pace. Every wait has
+a deadline. If one side ends, the other side receives the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CONCURRENT_PULLS = 8
-MAX_CONCURRENT_PARTS = 8  # uploads of one pull; the others of its set wait
+MAX_CONCURRENT_PARTS = 8  # uploads of one pull at a time; others of its set wait
 MAX_FILES = 16
 MAX_MESSAGE_BYTES = 1 << 20
 OPENING_SECONDS = 30.0  # from the order to the node's answer
@@ -57,7 +57,7 @@ class RelayedUpload:
         self._has_message.set()
 
     async def put(self, message: mb.CheckpointUpload) -> None:
-        """Append a message once there is room. Raises what ended the other side, `DeadlineExceeded`."""
+        """Append a message once there is room. Raises `DeadlineExceeded`, or the error that ended the other side."""
         self._check_end()
         if len(self._messages) >= MAX_BUFFERED_MESSAGES:
             self._has_room.clear()
@@ -69,7 +69,7 @@ class RelayedUpload:
         self._has_message.set()
 
     async def get(self) -> mb.CheckpointUpload | None:
-        """The next message; None after the last. Raises what ended the transfer, `DeadlineExceeded`."""
+        """The next message; None after the last. Raises `DeadlineExceeded`, or the error that ended the transfer."""
         while not self._messages:
             if self._ended:
                 if self._failure is not None:
@@ -105,7 +105,7 @@ class CheckpointRelay:
         self._pulls = 0
 
     def pending_orders(self, peer_id: str) -> list[mb.UploadOrder]:
-        """Uploads that a node should start and has not started."""
+        """Uploads that a node should start and has not started yet."""
         return [
             mb.UploadOrder(ticket=upload.ticket, round=upload.round)
             for upload in self._open.values()
@@ -120,8 +120,8 @@ class CheckpointRelay:
     ) -> None:
         """Relay all `wanted` checkpoints, message by message, in turn.
 
-        `check` raises for a manifest that must not be relayed. Raises `Busy`, what `first_message` raises, and what
-        ends an upload.
+        `check` raises for a manifest that must not be relayed. Raises `Busy`, the errors of `first_message`, and the
+        error that ended an upload.
         """
         if self._pulls >= MAX_CONCURRENT_PULLS:
             raise Busy(f"{MAX_CONCURRENT_PULLS} checkpoints are being pulled already", "try again when one is done")

@@ -1,4 +1,4 @@
-"""`EnrolmentService`: tells what a token is for, and exchanges it for certificates.
+"""`EnrolmentService`: shows what a token is for, and exchanges it for certificates.
 
 The only service open to callers without a certificate.
 
@@ -32,7 +32,7 @@ MAX_CONCURRENT_ENROLMENTS = 64  # complete requests in progress; incomplete ones
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
-    """`Preview`, `Enrol`."""
+    """The RPCs `Preview` and `Enrol`."""
 
     def __init__(self, controller: Controller, keys: CoordinatorKeys, membership_endpoint: str) -> None:
         self._controller = controller
@@ -43,7 +43,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
     async def Preview(  # noqa: N802 - gRPC dictates the names
         self, request: wire.PreviewRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.PreviewResponse:
-        """Tell what the run needs, if the token would admit the applicant. Spends nothing."""
+        """Return the run's requirements, if the token would admit the applicant. Does not use the token."""
         if self._under_way >= MAX_CONCURRENT_ENROLMENTS:
             raise Busy(f"{MAX_CONCURRENT_ENROLMENTS} nodes are enrolling already", "try again in a few seconds")
         protocol.check(request.protocol, "the node")
@@ -86,7 +86,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._check_clock(request.node_unix_ms / 1000)
         peer_id = peer_id_of(request.identity_public_key)
         verify("csr", request.csr_der, request.csr_signature, request.identity_public_key)
-        csr_public_key(request.csr_der)  # raises before the token is spent
+        csr_public_key(request.csr_der)  # raises before the token is used
         applicant = admission.Applicant(
             token_id=request.token_id,
             secret=request.token_secret,
@@ -97,7 +97,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         )
         node = await self._controller.do(lambda state, now: admission.enrol(state, now, applicant))
         state = self._controller.state
-        run = lookup.run(state, node.run_id)  # it may be deleted by now
+        run = lookup.run(state, node.run_id)  # the run may be deleted by now
         return wire.EnrolResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
@@ -122,7 +122,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
 
 
 def membership_of(controller: Controller, node: Node) -> pb.Signed:
-    """Membership certificate that peers show one another. Raises `NotFound` if the run was deleted just now."""
+    """Membership certificate that peers show each other. Raises `NotFound` if the run was just deleted."""
     created_ms = lookup.run(controller.state, node.run_id).created_ms
     return issue_membership(
         controller.operator,

@@ -1,4 +1,4 @@
-"""Genesis reports of one heartbeat stream: the digests to compare are computed beside the stream, which goes on."""
+"""Genesis reports of one heartbeat stream. Digests are computed in parallel, so the stream continues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from atoll.v1 import membership_pb2 as mb
 
 
 class GenesisIntake:
-    """Takes the report of the node that was asked for it, one at a time; a node repeats its report until a plan comes.
+    """Processes the report of the node that was asked to write genesis, one at a time.
 
-    The caller calls `close` in the end.
+    A node repeats its report until it gets a plan. The caller must call `close` at the end.
     """
 
     def __init__(self, controller: Controller, peer_id: str, session: int) -> None:
@@ -27,7 +27,7 @@ class GenesisIntake:
         self._closed = threading.Event()
 
     def offer(self, report: mb.GenesisReport) -> None:
-        """Begin to take a report, unless one is being taken or none was asked for. Raises what the last one raised."""
+        """Start to process a report, unless one is in progress or none was ordered. Raises the last report's error."""
         if self._taking is not None:
             if not self._taking.done():
                 return
@@ -37,7 +37,7 @@ class GenesisIntake:
             self._taking = asyncio.create_task(self._take(report), name="take-genesis")
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the report in progress."""
         self._closed.set()
         if self._taking is not None:
             self._taking.cancel()

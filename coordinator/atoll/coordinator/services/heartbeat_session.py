@@ -1,4 +1,4 @@
-"""State of one heartbeat stream: what was received from the node, and what is due to it (`NodeUpdates`)."""
+"""State of one heartbeat stream: requests received from the node, and updates due to it (`NodeUpdates`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeartbeatSession:
         self._updates = NodeUpdates(controller, keys, uploads, peer_id)
         self._received_sequence = 0  # of the last request
         self._received_any = False
-        self._moved = False  # the node moved to another run and does not know it yet: its answer was lost
+        self._moved = False  # the node moved to another run but does not know it, because the answer was lost
         self._acknowledgement_due = False
 
     async def receive_requests(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
@@ -37,7 +37,7 @@ class HeartbeatSession:
             async for request in requests:
                 if not self._received_any:
                     self._moved = request.run_id not in ("", self._run_id())
-                if self._moved:  # the rest is of the old run
+                if self._moved:  # all other fields are about the old run
                     request = mb.HeartbeatRequest(sequence=request.sequence, challenge_answer=request.challenge_answer)
                 await self._controller.do(
                     lambda state, now, request=request: machine.heartbeat(  # type: ignore[misc]
@@ -53,15 +53,15 @@ class HeartbeatSession:
                 self._acknowledgement_due = True
                 changed.set()
                 if request.challenge_answer:
-                    self._controller.notify()  # another process of the node waits for it
+                    self._controller.notify()  # another process of the node waits for the answer
         finally:
             changed.set()
             await self._genesis.close()
 
     def next_response(self) -> mb.HeartbeatResponse | None:
-        """The response to send now; None if the node knows everything.
+        """The response to send now; None if there is nothing new for the node.
 
-        Raises what ends the stream (`Banned`, `InvalidTransition`, `CorpusDiffers`).
+        Raises the error that ends the stream (`Banned`, `InvalidTransition`, `CorpusDiffers`).
         """
         node, live = machine.check_session(self._controller.state, self._peer_id, self._session)
         if not self._received_any:

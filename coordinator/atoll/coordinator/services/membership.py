@@ -1,8 +1,8 @@
 """`MembershipService`: renew, rotate, move, heartbeat, standing, vote, upload, leave.
 
-A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node
-sends, step by step, and records the last durable request. The other responds when a request is unacknowledged or
-the run has news for this node.
+A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node sends,
+step by step, and records the last durable request. The other responds when a request is unacknowledged or there are
+updates for this node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `RotateIdentity`, `MoveToRun`, `Heartbeat`, `Standing`, `Vote`, `UploadCheckpoint`, `Leave`."""
+    """The RPCs `Renew`, `RotateIdentity`, `MoveToRun`, `Heartbeat`, `Standing`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
     def __init__(
         self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, stopping: asyncio.Event
@@ -85,11 +85,11 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     async def MoveToRun(  # noqa: N802
         self, request: mb.MoveToRunRequest, context: Context
     ) -> mb.MoveToRunResponse:
-        """Move the caller to the run that it is assigned to, and return what it needs there."""
+        """Move the caller to the run that it is assigned to, and return the documents that it needs there."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         node = await self._controller.do(lambda state, now: assignment.move(state, now, peer_id, request.instance))
         state = self._controller.state
-        run = lookup.run(state, node.run_id)  # it may be deleted by now
+        run = lookup.run(state, node.run_id)  # the run may be deleted by now
         return mb.MoveToRunResponse(
             run_id=node.run_id,
             run_spec_toml=run.spec_toml,
@@ -100,7 +100,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802
-        """Record that the node leaves; the next plan is made without it."""
+        """Record that the node leaves. The next plan does not contain it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(
             lambda state, now: departure.leave(state, now, peer_id, request.reason, request.instance, request.why)
@@ -108,7 +108,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         return mb.LeaveResponse()
 
     async def Standing(self, request: mb.StandingRequest, context: Context) -> mb.StandingResponse:  # noqa: N802
-        """Tell the caller what the coordinator thinks of it."""
+        """Return the coordinator's view of the caller: run state, draining, corpus, layers, newest round."""
         state = self._controller.state
         node = lookup.member(state, caller(context, NODE_SUBJECT_PREFIX))
         run = state.runs[node.run_id]
@@ -121,7 +121,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         )
 
     async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
-        """Give a promise or a vote; a vote is signed after it is durable."""
+        """Return a promise or a vote. A vote is stored before it is signed."""
         peer_id, round_id = caller(context, NODE_SUBJECT_PREFIX), RoundId.from_proto(request.round)
         given = await self._controller.do(
             lambda state, now: coordinator_seat.answer_vote_request(state, now, peer_id, round_id, request.proposal)
@@ -143,7 +143,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     async def Heartbeat(  # type: ignore[override]  # noqa: N802 - gRPC accepts a coroutine that writes
         self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context
     ) -> None:
-        """Serve one stream until the node ends it, it becomes silent, or the server stops."""
+        """Serve one stream until the node ends it, the node is silent too long, or the server stops."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         requests = aiter(request_iterator)
         async with asyncio.timeout(self._patience_seconds):
@@ -166,7 +166,10 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             await asyncio.shield(ending)
 
     async def _open_session(self, peer_id: str, instance: bytes, authority: str) -> int:
-        """Wait until no other process of this node has a stream. Raises `IdentityInUse` if one shows that it lives."""
+        """Wait until no other process of this node has a stream.
+
+        Raises `IdentityInUse` if another one proves that it is alive.
+        """
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         with self._controller.change_event() as changed:
             while True:

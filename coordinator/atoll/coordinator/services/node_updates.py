@@ -1,6 +1,6 @@
-"""What a node was told on its heartbeat stream. Only the difference to what it knows is sent.
+"""Updates for a node on its heartbeat stream. Only what the node does not have yet is sent.
 
-All of it is derived from the coordinator's state, so no update can be lost or sent twice.
+All updates are derived from the coordinator's state, so none can be lost or sent twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.v1 import membership_pb2 as mb
 
 
 class NodeUpdates:
-    """Adds to each response what its node does not know yet."""
+    """Adds to each response the updates that its node does not have yet."""
 
     def __init__(self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, peer_id: str) -> None:
         self._controller = controller
@@ -35,16 +35,16 @@ class NodeUpdates:
         self._authorities_number = 0
         self._seeds: tuple[str, ...] = ()
         self._sent_orders: tuple[object, ...] = ()
-        self._asked: dict[type, tuple[int, float]] = {}  # the last question for manifests of each kind
+        self._asked: dict[type, tuple[int, float]] = {}  # the last request for manifests of each kind
         self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
     def node_has_plan(self, version: int) -> None:
-        """The node has this plan from an earlier stream."""
+        """Record the plan version that the node has from an earlier stream."""
         self._sent_plan_version = version
 
     def add(self, response: mb.HeartbeatResponse, node: Node, live: LiveNode) -> bool:
-        """Add all updates. False: there is no news, so that the response may be left out."""
+        """Add all updates. Returns False if nothing is new, so that the response may be left out."""
         news = (
             self._add_orders(response, node),
             self._add_plan(response, node),
@@ -67,7 +67,7 @@ class NodeUpdates:
             response.promised.ParseFromString(live.promised_before)
 
     def _add_orders(self, response: mb.HeartbeatResponse, node: Node) -> bool:
-        """These are in every response; each of them that changes is news."""
+        """Add the orders, which are in every response. Returns whether one has changed."""
         state = self._controller.state
         response.run_state = views.run_state(state.runs[node.run_id])
         response.order = views.order_for(state, node)
@@ -83,7 +83,7 @@ class NodeUpdates:
         return changed
 
     def _add_progress(self, response: mb.HeartbeatResponse, node: Node) -> None:
-        """These are in every response, and no news alone."""
+        """Add progress, which is in every response but is no reason to send one."""
         state = self._controller.state
         run = state.runs[node.run_id]
         if run.genesis:
@@ -135,7 +135,7 @@ class NodeUpdates:
         return True
 
     def _add_question(self, response: mb.HeartbeatResponse, node: Node) -> bool:
-        """Ask for rounds that the coordinator lacks, or that this node has otherwise, if it is its turn."""
+        """Ask the node for rounds that the coordinator lacks or that contradict the log, if it is the node's turn."""
         memory = self._controller.state.memory[node.run_id]
         missing, contradicting = memory.inquiry, memory.fork_inquiry
         most = learner.MAX_BATCH if missing is None or missing.agreed is None else 1
@@ -151,7 +151,7 @@ class NodeUpdates:
         return True
 
     def _add_challenge(self, response: mb.HeartbeatResponse, live: LiveNode) -> bool:
-        """Another process claims this node's identity: this one shall show that it lives."""
+        """Send the challenge by which this process must prove that it is alive, because another claims the identity."""
         if live.challenge == self._challenge:
             return False
         response.challenge = self._challenge = live.challenge

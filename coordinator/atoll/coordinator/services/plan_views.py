@@ -60,7 +60,7 @@ def _left_out(answer: Answer, peers: Mapping[str, str]) -> list[admin.LeftOutNod
 def proposal_view(
     state: State, run_id: str, question: Question, answer: Answer, plan: Plan | None
 ) -> admin.ApplyPlanResponse:
-    """View of the changes that a planner answer would make or, if `plan` was issued, has made."""
+    """View of the changes that a planner answer would make or, if `plan` is given, has made."""
     peers = {node.name: node.peer_id for node in state.members_of(run_id)}
     after = question.given_routes or answer.routes
     moves = [] if answer.missing and not question.given_routes else list(_moves(question, after, peers))
@@ -114,7 +114,7 @@ def _placed_nodes(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span])
 
 
 def _moves(question: Question, after: tuple[NamedRoute, ...], peers: dict[str, str]) -> Iterator[admin.MovedNode]:
-    """Nodes that hold other layers afterwards, by name."""
+    """Nodes whose layers change, by name."""
     before, later, standby_spans = _spans(question.current), _spans(after), _spans((question.standbys,))
     for name in sorted(before.keys() | later.keys()):
         if before.get(name) == later.get(name):

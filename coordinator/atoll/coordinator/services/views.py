@@ -39,7 +39,7 @@ from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-MAX_SOURCE_POINTS = 400  # evaluations whose losses by source a view has, evenly picked: a source is 45 bytes or so
+MAX_SOURCE_POINTS = 400  # evaluations with losses by source in one view, evenly picked; a source takes about 45 bytes
 
 
 def token_view(token: Token) -> admin.TokenView:
@@ -108,7 +108,7 @@ def run_view(state: State, run: Run, unix_ms: int, evaluations: tuple[Evaluation
         committed_tokens=run.committed_tokens,
         stop_tokens=memory.spec.run.stop_tokens,
         rounds_opened=run.rounds_opened,
-        rounds_committed=run.head_round,  # also those that were never reported
+        rounds_committed=run.head_round,  # including rounds that were never reported
         plan_version=run.plan_version,
         validation_loss=run.loss,
         nodes_ready=ready_count(state, run.run_id),
@@ -151,7 +151,7 @@ def round_view(state: State, row: Round) -> admin.RoundView:
 
 
 def metrics_row(state: State, row: NodeMetrics) -> admin.MetricsRow:
-    """View of what one node reported of one round."""
+    """View of one node's metrics of one round."""
     node = state.nodes.get(row.peer_id)
     return admin.MetricsRow(
         peer_id=row.peer_id,
@@ -178,7 +178,7 @@ def _measured(row: NodeMetrics) -> mb.NodeMetrics:
 
 
 def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
-    """The coordinator's promise and earlier vote as a message; the vote is signed by the caller."""
+    """The coordinator's promise and earlier vote as a message. The caller signs the vote."""
     response = mb.VoteResponse(granted=given.granted, reason=given.reason)
     if given.vote is not None:
         response.promised_plan_version = given.vote.promised_plan
@@ -225,7 +225,7 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
 
 
 def checkpoint_progress(state: State, found: Progress) -> admin.OrderCheckpointResponse:
-    """View of how far an order to write a checkpoint is."""
+    """View of the progress of a checkpoint order."""
     return admin.OrderCheckpointResponse(
         run_id=found.run_id,
         round=found.wanted,
@@ -237,7 +237,7 @@ def checkpoint_progress(state: State, found: Progress) -> admin.OrderCheckpointR
 
 
 def credit_views(state: State, run_id: str, limit: int) -> list[admin.CreditView]:
-    """Views of what nodes contributed to a run: the first `limit`, the most tokens first."""
+    """Views of credits: the first `limit`, the most tokens first."""
     memory = state.memory[run_id]
     ordered = sorted(memory.credits.values(), key=lambda it: (not it.peer_id, -it.tokens, it.peer_id))
     return [

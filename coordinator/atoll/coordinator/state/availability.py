@@ -1,8 +1,8 @@
-"""Availability of a node and its rate of losses, which the planner counts on. Pure.
+"""Availability of a node and its rate of losses, which the planner uses. Pure.
 
-Both are sums of seconds that decay with a half-life of a week, so that a node can improve. A new node counts as
-always available: every node is credited with one day of uptime. One absence counts as a day at most. Time in which
-the coordinator is down does not count, because nothing is known about it.
+Both are sums of seconds that decay with a half-life of a week, so that a node can improve. A new node counts as always
+available: every node is credited with one day of uptime. One absence counts as a day at most. Time in which the
+coordinator is down does not count, because nothing is known about it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOUR = 3600.0
 
 
 def count_absence(node: Node, before: LiveNode | None, now: float) -> Node:
-    """Add the absence, or the older stream, that ends now. `now` and the times in `before` are monotonic."""
+    """Add the absence that ends now, or the older stream. `now` and the times in `before` are monotonic."""
     if before is None:
         return node
     if before.connected:
@@ -37,12 +37,12 @@ def count_connected(node: Node, live: LiveNode, now: float) -> Node:
 
 
 def count_loss(node: Node, live: LiveNode) -> Node:
-    """Count a loss, unless the node was not connected since this process started: a restart must not count it again."""
+    """Count a loss, unless the node has not connected since this process started: the loss was counted before."""
     return replace(node, losses=node.losses + 1) if live.connected_at else node
 
 
 def availability(node: Node, live: LiveNode | None, now: float) -> float:
-    """Share of the time in which the node is connected; above 0."""
+    """Share of the time in which the node is connected. Always above 0."""
     connected_seconds = node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS
     return connected_seconds / (connected_seconds + node.away_seconds)
 

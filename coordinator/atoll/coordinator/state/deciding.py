@@ -1,7 +1,7 @@
 """Who can decide the round after the newest one that is known here. Pure.
 
-`live/quorum_guard.py` asks this of every plan before it is issued, and `live/plan_spacing.py` asks whether the members
-that are left of the present plan can still decide. The rule itself is in `core/quorum.py`.
+`live/quorum_guard.py` uses this for every plan before it is issued. `live/plan_spacing.py` uses it to see whether the
+remaining members of the current plan can still decide. The rule itself is in `core/quorum.py`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def next_electorate(state: State, run_id: str) -> Electorate | None:
 
 
 def decides(state: State, run_id: str, electorate: Electorate, peers: Iterable[str]) -> bool:
-    """True where `peers` are a quorum, with the coordinator's vote unless it abstains."""
+    """True if `peers` are a quorum, with the coordinator's vote unless it abstains."""
     return electorate.decides({*peers, *coordinator_vote(state, run_id)})
 
 
 def coordinator_vote(state: State, run_id: str) -> frozenset[str]:
-    """The coordinator's seat where it votes; empty where it abstains."""
+    """The coordinator's seat if it votes; empty if it abstains."""
     return frozenset() if abstains(state.runs[run_id], state.memory[run_id]) else frozenset({COORDINATOR})
 
 
 def can_vote(state: State, run_id: str, peer: str) -> bool:
-    """True for a connected member that votes under a plan that names it, whether or not it may train."""
+    """True for a connected member that would vote under a plan that names it, whether or not it may train."""
     node, live = state.nodes.get(peer), state.live.get(peer)
     if node is None or live is None or node.run_id != run_id:  # a member of the plan may be in another run by now
         return False
@@ -52,9 +52,9 @@ def can_vote(state: State, run_id: str, peer: str) -> bool:
 
 
 def is_behind(state: State, run_id: str) -> bool:
-    """True where most connected members of the plan report a newer round than the coordinator knows.
+    """True if most connected members of the plan report a newer round than the coordinator knows.
 
-    Then nobody here knows who decides the next round.
+    Then the coordinator does not know who decides the next round.
     """
     plan, known = state.memory[run_id].plan, state.runs[run_id].head_round
     members = [
@@ -67,7 +67,7 @@ def is_behind(state: State, run_id: str) -> bool:
 
 
 def abstains(run: Run, memory: RunMemory) -> bool:
-    """True after a restore, until a round of a newer plan has committed: forgotten votes may still matter."""
+    """True after a restore until a round of a newer plan has committed, because forgotten votes may still matter."""
     since_restore = max((commit.plan_version for commit in memory.committed.values()), default=0)
     recovered = memory.bases[-1].since_version if memory.bases else 0
     return max(since_restore, recovered) <= run.plan_floor and run.plan_floor > 0

@@ -59,7 +59,7 @@ class Step(Generic[T]):
 class Draft:
     """Collects the changes of one step. Tables are copied on first write, so the initial state never changes.
 
-    It has many methods because each kind of change has its own rule of what else it deletes or indexes.
+    It has many methods because each kind of change also deletes or indexes other things.
     """
 
     def __init__(self, state: State, now: StepTime) -> None:
@@ -83,7 +83,7 @@ class Draft:
         self._records.append(row)
 
     def put_traces(self, traces: Sequence[ForgottenNode]) -> None:
-        """Keep what is left of these nodes; the table is copied once."""
+        """Keep the traces of these forgotten nodes. The table is copied once."""
         self.state = replace(self.state, forgotten={**self.state.forgotten, **{it.peer_id: it for it in traces}})
         self._records += traces
 
@@ -107,7 +107,7 @@ class Draft:
             self._unset(table, {run_id})
 
     def drop_traces(self, deleted_runs: Set[str], peer_ids: Set[str]) -> None:
-        """Delete what is left of these deleted runs and forgotten nodes."""
+        """Delete the traces of these deleted runs and forgotten nodes."""
         self._records += [Delete(DeletedRun, (run_id,)) for run_id in sorted(deleted_runs)]
         self._records += [Delete(ForgottenNode, (peer_id,)) for peer_id in sorted(peer_ids)]
         self._unset("deleted_runs", deleted_runs)
@@ -139,7 +139,7 @@ class Draft:
         self.remember(run_id, abandoned_attempts=kept)
 
     def compact(self, run_id: str, elsewhere: tuple[int, ...]) -> None:
-        """Forget old rounds, here and in the store. Genesis, the base, rounds of checkpoints and `elsewhere` stay."""
+        """Forget old rounds in memory and in the store. Genesis, bases, rounds of checkpoints and `elsewhere` stay."""
         run, memory = self.state.runs[run_id], self.state.memory[run_id]
         kept = {0, *(base.round for base in memory.bases), *elsewhere}
         kept |= {item.round for held in self.state.checkpoints.values() for item in held if item.run_id == run_id}
@@ -156,7 +156,7 @@ class Draft:
         self._set("checkpoints", peer_id, held)
 
     def set_credits(self, run_id: str, credits: Mapping[str, Credit]) -> None:
-        """Replace what the nodes of a run contributed, by peer id, and their ranks."""
+        """Replace the credits of a run by peer id, and compute their ranks."""
         before = dict(self.state.memory[run_id].credits)
         self._records += [item for peer, item in credits.items() if before.pop(peer, None) != item]
         self._records += [Delete(Credit, (run_id, peer)) for peer in before]
@@ -244,7 +244,7 @@ class Draft:
 
 
 def charge_refusal(draft: Draft, peer_id: str) -> bool:
-    """Charge a message that may be refused to this peer's allowance; False if that is used up, or the peer not live."""
+    """Charge a message that may be refused to this peer's allowance. False if it is used up or the peer is not live."""
     live = draft.state.live.get(peer_id)
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live is not None else None
     if live is None or remaining is None:

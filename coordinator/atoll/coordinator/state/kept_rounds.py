@@ -1,4 +1,4 @@
-"""Rounds whose checkpoints nodes keep because a run that has committed nothing yet begins with them. Pure."""
+"""Rounds whose checkpoints nodes keep because a fork without a committed round begins with them. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from atoll.coordinator.store.records import Run
 from atoll.core.run_spec import RunSpec
 
 _ROUNDS_ELSEWHERE = 256
-MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
+MAX_KEPT_ROUNDS = 4  # per run; nodes keep checkpoints for no more forks at a time
 
 
 def forks_to_come(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> dict[str, int]:
-    """Forks of the run `source_id` that have no genesis yet, by run id: the round with which each begins."""
+    """The round with which each fork of `source_id` that has no committed round begins, by the fork's run id."""
     found = {}
     for run in runs:
         fork = memory[run.run_id].spec.fork
@@ -27,19 +27,19 @@ def forks_to_come(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_i
 
 
 def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> tuple[int, ...]:
-    """Rounds of the run `source_id` with which forks begin that have committed nothing yet, the newest first.
+    """Rounds of the run `source_id` with which forks without a committed round begin, the newest first.
 
-    Until then, the writer of a genesis may be lost before others have its weights.
+    Until a fork's first commit, its genesis writer may be lost before other nodes have its weights.
     """
     needed = set(forks_to_come(runs, memory, source_id).values())
     return tuple(sorted(needed, reverse=True)[:MAX_KEPT_ROUNDS])
 
 
 def rounds_held_elsewhere(state: State, run_id: str) -> tuple[int, ...]:
-    """Rounds of a run that stay in its log although no node of it may hold them: forks begin with them.
+    """Rounds of a run that stay in its log, although no node of the run may hold them, because forks begin with them.
 
-    These are the rounds of forks to come, and the newest of which nodes of other runs report checkpoints. Nodes on
-    probation could claim any, so theirs do not count.
+    These are the rounds of coming forks, and the newest rounds whose checkpoints nodes of other runs report. Reports of
+    nodes on probation do not count, because they may be invented.
     """
     head = state.runs[run_id].head_round
     claims = (
@@ -54,12 +54,12 @@ def rounds_held_elsewhere(state: State, run_id: str) -> tuple[int, ...]:
 
 
 def update_kept_rounds(draft: Draft, run_id: str) -> None:
-    """Call it after a run was created, has its first round, or was stopped. Does nothing unless the run is a fork."""
+    """Update the rounds to keep after a run was created, committed its first round, or was stopped. Only for forks."""
     update_source(draft, draft.state.memory[run_id].spec)
 
 
 def update_source(draft: Draft, fork_spec: RunSpec) -> None:
-    """The same by the spec of the run, also of one that was deleted."""
+    """Like `update_kept_rounds`, by the run's spec, so that it also works for a deleted run."""
     state, fork = draft.state, fork_spec.fork
     if fork is None or fork.run not in state.runs:
         return

@@ -1,4 +1,4 @@
-"""Nodes whose number counts: those that are not on probation. Pure."""
+"""Known nodes: those that are not on probation. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from atoll.coordinator.store.records import Node
 
 
 def is_on_probation(state: State, peer: str) -> bool:
-    """Whether a node weighs little in rounds, and decides nothing while there are others."""
+    """Whether a node is on probation: it weighs little in rounds and decides nothing while there are other members."""
     node = state.nodes.get(peer)
     return node is not None and node.on_probation
 
 
 def known_nodes(state: State, peers: Iterable[str]) -> list[str]:
-    """Those of `peers` that are not on probation, or all if the run never had another node that is not banned.
+    """The `peers` that are not on probation; all of them if the run never had another node that is not banned.
 
-    Nodes that left count, and those that moved to another run: they may return, and strangers shall not have their run
-    meanwhile. Until a run has its genesis, nodes that are on their way to it count, too: strangers may move faster.
+    Nodes that left or moved to another run still count as others: they may return, and until then nodes on probation
+    must not take over the run. Before genesis, nodes assigned to the run also count, because nodes on probation may
+    arrive earlier.
     """
     peers = list(peers)
     runs = {state.nodes[peer].run_id for peer in peers if peer in state.nodes}
@@ -29,6 +30,6 @@ def known_nodes(state: State, peers: Iterable[str]) -> list[str]:
 
 
 def _homes(state: State, node: Node) -> set[str]:
-    """The runs whose known node it is, if it is no stranger."""
+    """The runs for which this node counts as one of the others in `known_nodes`."""
     going = state.runs.get(node.assigned_run)
     return {node.run_id, node.moved_from} | ({going.run_id} if going is not None and not going.genesis else set())

@@ -1,4 +1,4 @@
-"""Lookup of runs, nodes and tokens by what a person typed; errors name the candidates."""
+"""Lookup of runs, nodes and tokens by a name or id that a person typed; errors list the candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(state: State, run_id: str) -> Run:
 def node(state: State, text: str) -> Node:
     """Find a node by peer id, name, or unique prefix or suffix of a peer id. Raises `NotFound`, `Ambiguous`.
 
-    An identity that was replaced finds the node under its newest one.
+    A replaced identity finds the node's newest identity.
     """
     if text in state.nodes:
         return newest(state, state.nodes[text])
@@ -53,7 +53,7 @@ def newest(state: State, found: Node) -> Node:
 
 
 def known(state: State, peer_id: str) -> Node | ForgottenNode | None:
-    """The row of a peer, or what is left of it if it was forgotten, under its newest identity."""
+    """The row of a peer's newest identity, or its trace if the node was forgotten."""
     while (trace := state.forgotten.get(peer_id)) is not None and trace.replaced_by:
         peer_id = trace.replaced_by
     found = state.nodes.get(peer_id)
@@ -76,7 +76,7 @@ def token(state: State, token_id: str) -> Token:
 def caller(state: State, peer_id: str) -> Node:
     """Find the node of a peer that presented a valid certificate.
 
-    Raises `CertificateInvalid` for an unknown one; `Forgotten`, or `Banned`, if the operator removed its row.
+    Raises `CertificateInvalid` for an unknown peer, and `Forgotten` or `Banned` if the operator removed its row.
     """
     found = state.nodes.get(peer_id)
     if found is None:
@@ -87,7 +87,7 @@ def caller(state: State, peer_id: str) -> Node:
 
 
 def member(state: State, peer_id: str) -> Node:
-    """Find the node of a peer, like `caller`, unless it is denied.
+    """Find the node of a peer like `caller`, but refuse peers on the deny-list.
 
     Raises `Banned`, `IdentityReplaced`, `Forgotten`, `CertificateInvalid`.
     """
@@ -128,5 +128,5 @@ def _refuse_forgotten(state: State, peer_id: str) -> None:
 
 
 def _part_of(text: str, peer_id: str) -> bool:
-    """True if `text` is a start or end of a peer id. All Ed25519 peer ids start alike, so people use the end."""
+    """True if `text` is a start or end of a peer id. All Ed25519 peer ids start alike, so people give the end."""
     return len(text) >= 4 and (peer_id.startswith(text) or peer_id.endswith(text))

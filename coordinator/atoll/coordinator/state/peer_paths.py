@@ -20,7 +20,7 @@ _MAX_LAYER_KINDS = 16
 def merge_reported_paths(
     before: Mapping[str, PathMeasurement], reported: Iterable[mb.PeerPath], members: Collection[str], now: float
 ) -> Mapping[str, PathMeasurement]:
-    """Paths after a heartbeat. Ignores figures out of range, and paths to peers that are not in `members`."""
+    """Paths after a heartbeat. Ignores values out of range and paths to peers outside `members`."""
     known = recent_paths(before, now)
     for path in islice(reported, MAX_PATHS):
         finite = math.isfinite(path.rtt_seconds) and math.isfinite(path.bytes_per_second)
@@ -47,7 +47,7 @@ def _smoothed(old: PathMeasurement | None, new: mb.PeerPath, now: float) -> Path
 
 
 def sanitized_profile(profile: mb.NodeProfile) -> mb.NodeProfile:
-    """A profile with clean texts, finite figures from 0 on, and at most 16 kinds of layers, each once."""
+    """A copy of a profile with clean texts, finite values from 0 on, and at most 16 different layer kinds."""
     kept = sanitized_message(profile)
     del kept.layer_times[:]
     kinds: set[str] = set()

@@ -1,10 +1,10 @@
 """Preparation of a plan that moves layers: nodes fetch what they lack before the plan is issued. Pure.
 
 First, the planner's answer is kept, and each node that lacks layers of its next span is told to fetch them
-(`HeartbeatResponse.prepare`) while it follows the current plan. Once all nodes report that they have their layers,
-the plan is issued; only what was averaged since is fetched then. The preparation is dropped, without any effect, if
-a node of the new plan disconnects, reports less memory, is pinned, does not fetch in time or has no room. If a node
-of the current plan is lost, nothing waits: a swarm that lacks a stage gets a new plan at once.
+(`HeartbeatResponse.prepare`) while it follows the current plan. Once all nodes report that they have their layers, the
+plan is issued. Then they fetch only the layers averaged since. The preparation is dropped, without any effect, if a
+node of the new plan disconnects, reports less memory, is pinned, does not fetch in time or has no room. If a node of
+the current plan is lost, the plan does not wait: a swarm that lacks a stage gets a new plan at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from atoll.coordinator.state.snapshot import State
 if TYPE_CHECKING:
     from atoll.core.plan import Plan
 
-MAX_ROUNDS_BEHIND = 2  # one round in progress, one reported before it
-ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # of the slowest link, for the deadline
+MAX_ROUNDS_BEHIND = 2  # one round in progress, and one whose report is on its way
+ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # assumed rate of the slowest link, for the deadline
 
 
 def spans_to_fetch(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
-    """By peer id, the next spans of nodes that do not hold all of them under `plan`."""
+    """Next spans, by peer id, of nodes that lack some of these layers under `plan`."""
     peers = question.peer_by_name()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
@@ -35,12 +35,12 @@ def fetch_deadline_seconds(preparation: Preparation, least: float) -> float:
 
 
 def peers_still_fetching(state: State, preparation: Preparation) -> tuple[str, ...]:
-    """Peer ids that do not report yet that they hold their next span, in order."""
+    """Peer ids of nodes that do not report yet that they hold their next span, ordered."""
     return tuple(peer for peer, span in sorted(preparation.spans.items()) if not has_prefetched(state, peer, span))
 
 
 def layers_to_fetch(state: State, peer_id: str) -> range:
-    """Layers that a node should fetch; empty: none."""
+    """Layers that a node should fetch; empty if none."""
     node = state.nodes[peer_id]
     memory = state.memory.get(node.run_id)
     if memory is None:
@@ -61,7 +61,7 @@ def has_prefetched(state: State, peer: str, span: range) -> bool:
 
 
 def reports_no_room(state: State, peer: str, span: range) -> bool:
-    """True if a node reports that it has no room for these layers, which it was told to fetch."""
+    """True if a node reports that it has no room for these layers, although it was ordered to fetch them."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("refused"):
         return False

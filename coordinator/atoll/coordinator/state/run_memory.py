@@ -1,6 +1,6 @@
-"""What the coordinator keeps of a run between its steps: `RunMemory`, and the rules that read it alone.
+"""The coordinator's memory of a run between its steps: `RunMemory`, and functions that only read it.
 
-It is rebuilt from durable rows at start (`runs/restart.py`): parsed documents, indices, timers. Nothing here does I/O.
+It is rebuilt from stored rows at start (`runs/restart.py`): parsed documents, indices, timers. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Commit:
     committed_tokens: int | None = 0  # of the run up to this round; None: the round was never reported
     previous_hash: bytes = b""
     present: frozenset[str] = frozenset()  # peer ids, at its end
-    seats: tuple[str, ...] = ()  # that decide the next round, unless a base names others
+    seats: tuple[str, ...] = ()  # seats of the next round, unless a base names others
     opener: str = ""  # peer id
     members: int = 0  # contributors
     partial: int = 0  # contributors missing from some sums
     screened: int = 0  # contributors that screening excluded from more than half of all parts
     parts_zeroed: int = 0
     attempt: AttemptKey | None = None  # the attempt that committed
-    reported: bool = True  # by its opener; else learned from a manifest
-    committed_ms: int = 0  # when the coordinator learned of it
+    reported: bool = True  # by its opener; otherwise learned from a manifest
+    committed_ms: int = 0  # when the coordinator received it
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class Inquiry:
     """Question to nodes for committed rounds that the coordinator lacks (`rounds/learner.py`)."""
 
     first: int  # the first round asked for
-    since: float  # monotonic, of the question; if nobody is asked, since when nothing changed
-    peer_id: str = ""  # the node that is asked; empty: nobody
-    failed: frozenset[str] = frozenset()  # nodes that were asked in vain
-    unable: frozenset[str] = frozenset()  # those of them that answered, and have no such round
-    agreed: Mapping[str, bytes] | None = None  # by peer id: manifest hash of round `first`; None: not after a gap
+    since: float  # monotonic, time of the question; if no node is asked, time of the last change
+    peer_id: str = ""  # the node that is asked; empty: none
+    failed: frozenset[str] = frozenset()  # nodes that did not answer usefully
+    unable: frozenset[str] = frozenset()  # those of `failed` that answered but do not have the round
+    # peer id → manifest hash of round `first`; None: rounds are not being skipped
+    agreed: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ForkInquiry:
 
 @dataclass(frozen=True)
 class Fork:
-    """Two results of one round, until the run goes on from the log."""
+    """Two results of one round, until the run continues from the log."""
 
     round: int
     since: float  # monotonic, when it was found
@@ -72,7 +73,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class TrainingScore:
-    """What one audit of a member's training found (`rounds/training_scores.py`)."""
+    """The result of one audit of a member's training (`rounds/training_scores.py`)."""
 
     round: int
     auditor: str  # peer id
@@ -82,18 +83,18 @@ class TrainingScore:
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """One member's audits beside those of the others."""
+    """One member's audits compared with those of the others."""
 
     audits: int
-    score: float  # what the median auditor found, in the mean of its audits
+    score: float  # the mean of the median auditor's scores
     typical: float  # the median of the members' scores
     doubted: bool
-    proved: bool = False  # enough audits found that it trains about as much as others
+    proved: bool = False  # enough audits found that it trains about as much as the others
 
 
 @dataclass(frozen=True)
 class PlanJoins:
-    """Number of recent times that a node joined a run's plan."""
+    """How often a node recently joined a run's plan."""
 
     count: int = 0
     at: float = 0.0  # monotonic, of the last one
@@ -101,7 +102,7 @@ class PlanJoins:
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """The planner's question that was answered last."""
+    """The planner's last answered question."""
 
     nodes: tuple[tuple[object, ...], ...]  # candidates, each with the figures that decide its place
     at: float  # monotonic
@@ -129,8 +130,8 @@ class PendingFetch:
 class CheckpointOrder:
     """The operator's order to write a checkpoint (`runs/checkpoint_orders.py`)."""
 
-    wanted: int  # the round, or a newer one
-    target: int  # that nodes are told now, at least `wanted`
+    wanted: int  # the ordered round, or a newer one
+    target: int  # the round that nodes are told to write; at least `wanted`
     target_since: float  # monotonic
     asked_at: float  # monotonic, when the operator asked last
 
@@ -139,7 +140,7 @@ class CheckpointOrder:
 class RunMemory:
     """State of a run that is rebuilt at start: parsed documents, indices, timers (monotonic).
 
-    It is one class because `Draft.remember` replaces fields by name, and rules of all rooms read several of them.
+    It is one class because `Draft.remember` replaces fields by name, and all rooms read several of them.
     """
 
     spec: RunSpec
@@ -147,30 +148,31 @@ class RunMemory:
     token_caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     on_probation: Mapping[int, frozenset[str]] = field(default_factory=dict)  # plan version → members on probation
     cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
-    abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
+    abandoned_attempts: frozenset[AttemptKey] = frozenset()  # abandoned attempts whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # newest rounds by number; no void ones (`compact`)
     inquiry: Inquiry | None = None  # present while a connected node has a newer round
     recent_manifests: Mapping[int, bytes] = field(default_factory=dict)  # CommittedManifest by number, newest rounds
     fork_inquiry: ForkInquiry | None = None
     fork: Fork | None = None
-    contradictions: Mapping[str, float] = field(default_factory=dict)  # by peer id: when it was asked about its head
-    head_known_since: float = 0.0  # monotonic, since when the newest round is known
-    commit_seconds: float = 0.0  # between the last two rounds that were reported one after the other; 0: not known
+    contradictions: Mapping[str, float] = field(default_factory=dict)  # peer id → when it was last asked about its head
+    head_known_since: float = 0.0  # monotonic, when the newest round became known
+    commit_seconds: float = 0.0  # between the last two rounds that were both reported in order; 0: not known
     resumed_ms: int = 0  # when the last pause ended; 0: none since this process started
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by number of each undecided round
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
     void_manifest_hashes: frozenset[bytes] = frozenset()  # of rounds that a recovery made void
-    recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
+    recoverable_since: float | None = None  # monotonic, since when all voters have lost the newest round
     training_scores: Mapping[str, tuple[TrainingScore, ...]] = field(default_factory=dict)  # by peer id, newest last
     training_compared: Mapping[str, TrainingComparison] = field(default_factory=dict)  # by peer id, of these scores
-    sources_evaluated: int = 0  # rounds whose losses by source came since the start, from members not on probation
-    source_seen: Mapping[str, int] = field(default_factory=dict)  # by source: which of those had it last
+    sources_evaluated: int = 0  # number of rounds since the start with losses by source, from members not on probation
+    # source → the number of the last such round that reported it
+    source_seen: Mapping[str, int] = field(default_factory=dict)
     genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
-    failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain
-    kept_rounds: tuple[int, ...] = ()  # of which nodes keep checkpoints, because forks begin with them
+    failed_genesis_writers: frozenset[str] = frozenset()  # writers that failed
+    kept_rounds: tuple[int, ...] = ()  # rounds whose checkpoints nodes keep, because forks begin with them
     most_common_corpus_digest: str = ""  # the digest that most fit nodes share, as last counted before genesis
     logged_corpus_mismatches: Mapping[str, str] = field(default_factory=dict)  # by peer id: the differing digest
     changed_since: float | None = None  # since when the wanted plan differs from the current one
@@ -188,9 +190,9 @@ class RunMemory:
     unconfirmed_takeovers: Mapping[str, float] = field(
         default_factory=dict
     )  # by peer id: when it took over unconfirmed
-    no_question_before: float = 0.0  # after a route was shortened, it trains again before the planner is asked
+    no_question_before: float = 0.0  # a shortened route trains again before the planner is asked
     prepare_retry_at: Mapping[str, float] = field(default_factory=dict)  # by peer id, after a fetch that timed out
-    shares_checked_at: float | None = None  # when other shares of reducing were last compared
+    shares_checked_at: float | None = None  # when new reduce shares were last computed
     new_shares_pay: bool = False  # result of that comparison
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no place in the plan
     claim_doubts: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its claims differ from measurements
@@ -202,13 +204,13 @@ class RunMemory:
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
-    checkpoint_order: CheckpointOrder | None = None  # by the operator
+    checkpoint_order: CheckpointOrder | None = None  # of the operator
     credits: Mapping[str, Credit] = field(default_factory=dict)  # by peer id, what each node contributed to the run
-    credit_ranks: Mapping[str, int] = field(default_factory=dict)  # by peer id; 1: it contributed most tokens
+    credit_ranks: Mapping[str, int] = field(default_factory=dict)  # peer id → rank; 1: most tokens
 
 
 def token_caps_of(plan: Plan) -> Mapping[str, int]:
-    """Members of a plan, each with the most tokens that it may claim in a round."""
+    """Members of a plan, each with the most tokens that it may claim per round."""
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
 
 
@@ -228,7 +230,10 @@ def attempt_key(row: Round) -> AttemptKey:
 
 
 def commit_from_row(row: Round, before: Commit | None) -> Commit:
-    """The `Commit` of a committed row. Shares present members and seats with `before` if they are equal."""
+    """The `Commit` of a committed row.
+
+    It shares the sets of present members and seats with `before` if they are equal.
+    """
     present = frozenset(map(sys.intern, row.present))
     return Commit(
         manifest_hash=row.manifest_hash,
@@ -265,7 +270,7 @@ def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
 
 
 def seats_after(memory: RunMemory, number: int) -> tuple[str, ...] | None:
-    """The same, in the order of opening."""
+    """Seats of the round after `number`, in the order in which they may open it; None if that round is unknown."""
     commit = memory.committed.get(number)
     if commit is None:
         return None
@@ -274,5 +279,5 @@ def seats_after(memory: RunMemory, number: int) -> tuple[str, ...] | None:
 
 
 def epoch_of(bases: tuple[Base, ...], number: int) -> int:
-    """The epoch that valid manifests of this round have."""
+    """The epoch of valid manifests of this round."""
     return next((base.since_version for base in reversed(bases) if base.round < number), 0)

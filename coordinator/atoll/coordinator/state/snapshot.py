@@ -1,7 +1,7 @@
 """State of the whole coordinator as one immutable value. `state/draft.py` makes the next one from it.
 
-Durable rows (`store/records.py`), what is kept of each run (`RunMemory`) and state that lasts only as long as a
-connection (`LiveNode`) are held together, so that a decision reads one value. Nothing here does I/O.
+It contains the stored rows (`store/records.py`), the memory of each run (`RunMemory`) and the state of connections
+(`LiveNode`), so that a decision reads one value. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.v1 import membership_pb2 as mb
 
 @dataclass(frozen=True)
 class StepTime:
-    """The current time, read once per step: wall-clock for people and certificates, monotonic for deadlines."""
+    """The current time, read once per step: wall-clock for messages and certificates, monotonic for deadlines."""
 
     unix_ms: int
     monotonic: float
@@ -31,19 +31,20 @@ class Policy:
     """Timeouts and intervals in seconds, and the preferences of plans."""
 
     silence_seconds: float = 15.0  # a stream without a heartbeat for this long is ended
-    lost_after_seconds: float = 20.0  # a node without a stream for this long leaves the plan
+    lost_after_seconds: float = 20.0  # a node without a stream for this long counts as lost
     debounce_seconds: float = 1.0  # changes this close together make one plan
     plan_interval_seconds: float = 10.0  # between two plans, unless waiting would stop the run
-    reshare_after_seconds: float = 60.0  # other shares of reducing must have been better for this long
-    replan_seconds: float = 120.0  # routes are replanned after this long, because links and speeds drift
+    reshare_after_seconds: float = 60.0  # new reduce shares must have been better for this long
+    replan_seconds: float = 120.0  # interval of replanning routes, because links and speeds drift
     solve_seconds: float = 2.0  # search time of the planner
     prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan assigns them, plus the transfer time
     solve_steps: int | None = None  # most steps of a search; set where its result must repeat
-    standby_seconds: float = 10.0  # a node without a place becomes a standby after this long: others may join
+    standby_seconds: float = 10.0  # after which a node without a place becomes a standby; others may join meanwhile
     resume_seconds: float = 5.0  # after a pause, nodes have this long to reconnect before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
-    recover_seconds: float = 10.0  # the whole electorate must report older rounds for this long before a recovery
-    lost_layers_seconds: float = 60.0  # all holders of some layers must report them lost for this long before it
+    recover_seconds: float = 10.0  # all voters must report older rounds for this long before a recovery
+    # all holders of some layers must report them lost for this long before a recovery
+    lost_layers_seconds: float = 60.0
     preferences: Preferences = field(default_factory=Preferences)
 
 
@@ -51,19 +52,19 @@ class Policy:
 class LiveNode:
     """Reports of a node since this process started. `session` 0: no stream is open.
 
-    Its fields are many because every report of a node is kept here, each replaced on its own.
+    It has many fields because every report of a node is kept here, and each is replaced separately.
     """
 
     session: int
     last_message_at: float  # monotonic; the end of the stream if none is open
     counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
-    stays_in_run: bool = False  # its owner lets nobody move it to another run
-    instance: bytes = b""  # of the process that has the stream; empty: it did not say
-    challenge: bytes = b""  # that it was given because another process claims the identity (`runs/identity_claims`)
+    stays_in_run: bool = False  # its owner does not let the operator move it to another run
+    instance: bytes = b""  # of the process with the stream; empty: not given
+    challenge: bytes = b""  # sent to it because another process claims the identity (`runs/identity_claims`)
     challenge_answered: bool = False
-    promised: bytes = b""  # serialised `Promise`, the newest that this process told
-    promised_before: bytes = b""  # likewise, an earlier process of the node
+    promised: bytes = b""  # serialised `Promise`, the newest that this process reported
+    promised_before: bytes = b""  # likewise, of an earlier process of the node
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
     unfit_round: int = 0  # the newest committed round at that time
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
@@ -72,8 +73,8 @@ class LiveNode:
     corpus_digest: str = ""
     layers: bytes = b""  # LayerTable of the run's model, as reported before genesis
     former_checkpoints: tuple[Checkpoint, ...] = ()  # of other runs, on its disk
-    drain_since: float | None = None  # monotonic, since when it is asked to leave, or may leave
-    handing_over: bool = False  # draining, but not ordered yet: others fetch its layers first
+    drain_since: float | None = None  # when it was asked to leave, or was released to leave
+    handing_over: bool = False  # draining, but first others must fetch its layers
     row_allowance: Allowance = field(default_factory=Allowance)
     refusal_allowance: Allowance = field(default_factory=Allowance)
     metrics_allowance: Allowance = field(default_factory=Allowance)
@@ -88,10 +89,11 @@ class LiveNode:
         return self.session != 0
 
     def begun_anew(self, now: float) -> LiveNode:
-        """Without a stream and without what the node reported; its allowances are not refilled."""
+        """A copy without stream and reports. Its allowances are not refilled."""
         kept = ("allowance", "dropped_")
         said = {item.name: getattr(self, item.name) for item in fields(self) if any(word in item.name for word in kept)}
-        return LiveNode(session=0, last_message_at=now, counted_as_lost=True, **said)  # not there yet: that is no loss
+        # it has not connected yet, which is no loss
+        return LiveNode(session=0, last_message_at=now, counted_as_lost=True, **said)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class State:
     deleted_runs: Mapping[str, DeletedRun] = field(default_factory=dict)  # by run id
     forgotten: Mapping[str, ForgottenNode] = field(default_factory=dict)  # by peer id
     deny: DenyList = EMPTY_DENY_LIST
-    deny_reserved: int = 0  # numbers up to this one may have been issued before a restore
+    deny_reserved: int = 0  # deny-list numbers up to this one may have been issued before a restore
     started_at: float = -math.inf  # monotonic, when this process took over
     last_event_id: int = 0
     last_session: int = 0

@@ -1,4 +1,4 @@
-"""Changes of rows as SQL, among them the thinning of what is old (`retention.py`)."""
+"""Changes of rows as SQL, including the thinning of old rows (`retention.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from atoll.coordinator.store.records import (
 from atoll.coordinator.store.tables import TABLES
 
 _KEY_PREFIX = "key_"
-_UPDATES: dict[type[Record], Update] = {  # built once: to build one takes longer than to execute it
+_UPDATES: dict[type[Record], Update] = {  # built once, because building one takes longer than executing it
     record: table.update().where(*(table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY))
     for record, table in TABLES.items()
 }
@@ -52,7 +52,8 @@ def _thin(connection: Connection, change: Thin) -> None:
             old = where & (table.c[column] <= newest)
             number = table.c[column]
             newest_kept: ColumnElement[int] = func.max(number)
-            if table is metrics:  # of a round with a loss, if there is one: else losses of old rounds have no metrics
+            # keep a round with a loss if there is one: otherwise losses of old rounds would have no metrics
+            if table is metrics:
                 has_loss = exists().where(losses.c.run_id == change.run_id, losses.c.round == number)
                 newest_kept = func.coalesce(func.max(case((has_loss, number))), newest_kept)
             kept = select(newest_kept).where(old).group_by(number // bucket)
@@ -75,7 +76,7 @@ def _drop_run(connection: Connection, change: DropRun) -> None:
 
 
 def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
-    """Keep the newest `MAX_METRICS_ROWS`, without those of the oldest round among them, which may be cut."""
+    """Keep the newest `MAX_METRICS_ROWS`, without those of the oldest round among them, which may be incomplete."""
     table = TABLES[NodeMetrics]
     ours = table.c.run_id == run_id
     newest_first = select(table.c.round).where(ours).order_by(table.c.round.desc())
@@ -85,7 +86,7 @@ def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
 
 
 def _replace_metrics(connection: Connection, rows: Sequence[NodeMetrics]) -> None:
-    """Insert or replace many rows in two statements. Of two rows with one key, the last counts."""
+    """Insert or replace many rows in two statements. Of two rows with the same key, the last one is used."""
     newest = {(row.run_id, row.round, row.peer_id): asdict(row) for row in rows}
     if newest:
         table = TABLES[NodeMetrics]
@@ -104,7 +105,7 @@ def _upsert(connection: Connection, row: Record) -> None:
 
 
 def _append(connection: Connection, event: Event) -> None:
-    """Insert an event. A number in use means that another coordinator wrote it."""
+    """Insert an event. An id that exists already means that another coordinator wrote it."""
     values = {item.name: getattr(event, item.name) for item in fields(event)}
     try:
         connection.execute(TABLES[Event].insert(), values)
@@ -113,7 +114,7 @@ def _append(connection: Connection, event: Event) -> None:
 
 
 def apply_changes(connection: Connection, changes: Sequence[Change]) -> None:
-    """Apply the changes of one step, in order; metrics of nodes together at the end."""
+    """Apply the changes of one step in order; metrics of nodes are written together at the end."""
     for change in changes:
         _apply(connection, change)
     _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])

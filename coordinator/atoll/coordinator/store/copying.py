@@ -14,7 +14,7 @@ _BATCH = 500
 
 
 def copy_rows(source_url: str, target_url: str) -> None:
-    """Copy what one transaction sees. Creates the schema in the target, which must hold no row.
+    """Copy all rows that one transaction sees. Creates the schema in the target, which must hold no row.
 
     Raises `AlreadyExists` for a target with rows, `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`.
     """
@@ -34,7 +34,7 @@ def copy_rows(source_url: str, target_url: str) -> None:
 
 
 def _snapshot(engine: Engine) -> Connection:
-    """A connection whose reads see one moment; SQLite gives that by default."""
+    """A connection whose reads all see the same moment; SQLite does so by default."""
     connection = engine.connect()
     if engine.dialect.name == "sqlite":
         return connection

@@ -27,7 +27,7 @@ OWNER_TABLE = Table(
 )
 _ONLY_ROW = 1
 _ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # advisory locks of PostgreSQL are per database
-_PATIENCE_MS = 5_000  # a server notices a little later that the session of a coordinator is over, and ends its lock
+_PATIENCE_MS = 5_000  # a server may notice late that a coordinator's session has ended, and release its lock then
 
 
 class DatabaseLock:
@@ -58,12 +58,12 @@ class DatabaseLock:
         try:
             session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _ADVISORY_LOCK})
         except OperationalError as error:
-            first = _holder(session)  # raises again if the session is lost
-            session.invalidate()  # the pool would keep its time limit
+            first = _holder(session)  # raises the error again if the session is lost
+            session.invalidate()  # otherwise the pool would keep this session's time limit
             raise already_owned(first) from error
 
         def end() -> None:
-            session.invalidate()  # the pool would keep the session, and with it the lock
+            session.invalidate()  # otherwise the pool would keep the session, and with it the lock
             session.close()
 
         self.close = end
@@ -90,7 +90,7 @@ def check_ownership(connection: Connection, generation: int) -> None:
 
 
 def already_owned(holder: str) -> AlreadyRunning:
-    """Error for a coordinator that is not the owner."""
+    """Return the error for a coordinator that is not the owner."""
     owner = f" ({holder})" if holder else ""
     return AlreadyRunning(
         f"another coordinator{owner} uses this database", "stop one of the two: a database belongs to one coordinator"

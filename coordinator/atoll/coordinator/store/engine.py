@@ -1,4 +1,4 @@
-"""Connections to a database, and its failures as our errors."""
+"""Connections to a database; its failures are raised as `AtollError`s."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ACCESS_DENIED_TEXTS = (
     "authentication failed",
     "does not exist",
     "no password supplied",
-)  # PostgreSQL errors that a retry does not cure
+)  # PostgreSQL errors for which a retry is useless
 _BUSY_SECONDS = 10
 
 
 @contextmanager
 def database_errors(engine: Engine, url: str) -> Iterator[None]:
-    """Turn every database failure inside into one of our errors. `url`: without a password."""
+    """Convert every database failure in the block to an `AtollError`. `url`: without a password."""
     try:
         yield
     except migrations.UnknownRevision as error:
@@ -58,7 +58,7 @@ def _local_failure(url: str, text: str) -> AtollError:
 
 
 def corrupt(url: str, text: str) -> DatabaseCorrupt:
-    """The error for a database that is damaged; it is left as it is."""
+    """Return the error for a damaged database, which is not changed."""
     return DatabaseCorrupt(
         f"the database {url} cannot be used: {text}",
         "restore it (with its -wal file) from a backup; the coordinator left it unchanged. "
@@ -81,7 +81,7 @@ def open_engine(url: str) -> Engine:
 
 
 def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # the driver would commit before DDL; `_on_begin` begins instead
+    connection.isolation_level = None  # otherwise the driver would commit before DDL; `_on_begin` begins transactions
     for pragma in (f"busy_timeout={_BUSY_SECONDS * 1000}", "journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
 

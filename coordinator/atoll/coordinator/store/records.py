@@ -29,7 +29,7 @@ class Token:
     created_ms: int
     expires_ms: int
     revoked: bool = False
-    on_probation: bool = False  # nodes that it admits begin on probation
+    on_probation: bool = False  # nodes admitted by this token start on probation
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ class Node:
     public_key: bytes
     epoch: int
     enrolled_ms: int
-    last_seen_ms: int = 0  # at the last connect or disconnect; later figures are in memory
+    last_seen_ms: int = 0  # at the last connect or disconnect; later times are only in memory
     banned: bool = False
     draining: bool = False
     left: bool = False
     multiaddrs: tuple[str, ...] = ()  # stored so that seeds are known right after a restart
     token_id: str = ""  # the token that admitted it last
     pin: str = ""  # by the operator: layers as "0-5", or "out"; empty: none
-    there_seconds: float = 0.0  # with an open stream, decayed (`state/availability.py`)
-    away_seconds: float = 0.0  # without a stream, decayed
+    there_seconds: float = 0.0  # time with an open stream, decayed (`state/availability.py`)
+    away_seconds: float = 0.0  # time without a stream, decayed
     losses: float = 0.0  # disconnects without an announced leave, decayed
-    on_probation: bool = False  # it weighs little in rounds (`live/probation.py`)
-    replaced_by: str = ""  # peer id of its next identity (`runs/identity_rotation.py`); such a row is banned
+    on_probation: bool = False  # it has a small weight in rounds (`live/probation.py`)
+    replaced_by: str = ""  # peer id of the node's next identity (`runs/identity_rotation.py`); this row is then banned
     rotated_ms: int = 0  # when this identity replaced another; 0: it never did
-    rotations: int = 0  # since a token last admitted it
+    rotations: int = 0  # number of rotations since a token last admitted it
     moved_from: str = ""  # the run that it was in before; empty: none
-    assigned_run: str = ""  # the run that it is to move to (`runs/assignment.py`); empty: it stays
-    ended: str = ""  # why its last process ended, a `NodeReason` without its prefix; until the next one connects
+    assigned_run: str = ""  # the run to which it shall move (`runs/assignment.py`); empty: it stays
+    ended: str = ""  # why its last process ended, a `NodeReason` without its prefix; cleared when the next one connects
     ended_detail: str = ""  # one sentence of that process
-    authority: str = ""  # hex SHA-256 of the CA of the TLS certificate that it used last; empty: of the first CA
+    authority: str = ""  # hex SHA-256 of the CA that issued its last TLS certificate; empty: the first CA
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Run:
     KEY: ClassVar[tuple[str, ...]] = ("run_id",)
 
     run_id: str
-    spec_toml: str  # with every default written out
+    spec_toml: str  # with all defaults written out
     state: str
     created_ms: int
     corpus_digest: str = ""  # hex; decided at genesis
@@ -85,11 +85,12 @@ class Run:
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
     plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
-    rounds_opened: int = 0  # all attempts that are known or must have been; rows of old ones are deleted
+    rounds_opened: int = 0  # number of attempts that are known or must have existed; rows of old ones are deleted
     parts_zeroed: int = 0  # in all known rounds
     sources: str = ""  # of the newest evaluation
     source_names: tuple[str, ...] = ()  # of its evaluations; at most 64 (`rounds/source_losses.py`)
-    plans_before: int = 0  # highest plan version of a deleted run of this name: its plans must never be newer
+    # highest plan version of a deleted run of this name; this run's plans must have higher versions
+    plans_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Figures of a plan version that are not part of the signed plan."""
+    """Facts about a plan version that are not part of the signed plan."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "version")
 
@@ -117,10 +118,10 @@ class PlanFigures:
     nodes: int
     routes: int
     predicted_tokens_per_second: float = 0.0  # 0: not predicted
-    measured_tokens_per_second: float = 0.0  # average sum over its drivers; 0: not measured
+    measured_tokens_per_second: float = 0.0  # average of the sum over its drivers; 0: not measured
     measured_seconds: float = 0.0
     moved_bytes: float = 0.0  # of anchor and momentum, fetched by its members
-    left_out: str = "{}"  # JSON: peer id → why it has no place
+    left_out: str = "{}"  # JSON: peer id → reason why it has no place
 
 
 @dataclass(frozen=True)
@@ -144,18 +145,18 @@ class Round:
     reported_ms: int
     wire_bytes: int = 0
     tokens: int = 0  # counted in this round
-    committed_tokens: int = 0  # of the run up to this round
-    members: int = 0  # contributors
+    committed_tokens: int = 0  # sum over the run up to this round
+    members: int = 0  # number of contributors
     parts_zeroed: int = 0
     manifest_hash: bytes = b""
     manifest: bytes = b""  # CommittedManifest, when committed
     previous_hash: bytes = b""
-    made_under: int = 0  # plan version of the manifest: the attempt's, or an earlier attempt's
-    present: tuple[str, ...] = ()  # peer ids, at its end
-    partial: int = 0  # contributors missing from some sums
+    made_under: int = 0  # plan version of the manifest: of this attempt, or of an earlier attempt
+    present: tuple[str, ...] = ()  # peer ids of the nodes present at its end
+    partial: int = 0  # number of contributors that are missing from some sums
     screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
     codec: str = ""  # of its exchange
-    seats: tuple[str, ...] = ()  # that decide the next round, in the order of opening
+    seats: tuple[str, ...] = ()  # seats that decide the next round, in the order of opening
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Vote:
 
     run_id: str
     number: int
-    promised_plan: int  # with `promised_attempt`: no votes in earlier attempts
+    promised_plan: int  # with `promised_attempt`: the promise to cast no vote in earlier attempts
     promised_attempt: int
     voted_plan: int = 0
     voted_attempt: int = 0
@@ -191,7 +192,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> range:
-        """Layers that it holds."""
+        """The layers in the checkpoint."""
         return range(self.first_layer, self.last_layer + 1)
 
 
@@ -205,12 +206,12 @@ class Evaluation:
     round: int
     loss: float  # nats per token
     committed_tokens: int
-    sources: str = ""  # of a corpus with several (`rounds/source_losses.py`)
+    sources: str = ""  # losses by source, of a corpus with several (`rounds/source_losses.py`)
 
 
 @dataclass(frozen=True)
 class NodeMetrics:
-    """What one round cost a node, as it reported (`rounds/node_metrics.py`). 0: not measured."""
+    """One node's metrics of one round, as it reported them (`rounds/node_metrics.py`). 0: not measured."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "round", "peer_id")
 
@@ -221,7 +222,7 @@ class NodeMetrics:
     train_loss: float  # nats per token
     learning_rate: float
     tokens: int  # trained
-    seconds: float  # since the node held the round before
+    seconds: float  # since the node had the previous round
     update_norm: float  # of the pseudo-gradient that it exchanged
     compute_seconds: float
     stall_seconds: float
@@ -270,48 +271,48 @@ class ProofRow:
     kind: str
     round: int
     found_ms: int
-    sentence: str  # what it shows
+    sentence: str  # the statement that it proves
     proof: bytes  # serialised Proof
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What one node contributed to a run, as the manifests of its committed rounds count it (`rounds/credits.py`)."""
+    """One node's contribution to a run, as counted by the manifests of committed rounds (`rounds/credits.py`)."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "peer_id")
 
     run_id: str
-    peer_id: str  # the node's newest identity; empty: all nodes that were forgotten
+    peer_id: str  # the node's newest identity; empty: sum over all forgotten nodes
     tokens: int
-    rounds: int  # that have a contribution of it
-    first_ms: int  # when the first of these committed
-    last_ms: int  # the last
+    rounds: int  # number of rounds with a contribution of the node
+    first_ms: int  # when the first of these rounds committed
+    last_ms: int  # when the last of these rounds committed
 
 
 @dataclass(frozen=True)
 class DeletedRun:
-    """What is left of a deleted run. Members may still have its plans, which the operator signed."""
+    """Record of a deleted run. Members may still have its plans, which the operator signed."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id",)
 
     run_id: str
-    plan_version: int  # the highest that may have been issued
+    plan_version: int  # the highest version that may have been issued
     deleted_ms: int
 
 
 @dataclass(frozen=True)
 class ForgottenNode:
-    """What is left of a forgotten node, until its certificates have expired: why it is refused."""
+    """Record of a forgotten node, with the reason to refuse it, until its certificates have expired."""
 
     KEY: ClassVar[tuple[str, ...]] = ("peer_id",)
 
     peer_id: str
     name: str
     run_id: str
-    run_deleted: bool  # it was forgotten with its run
+    run_deleted: bool  # whether it was forgotten together with its run
     epoch: int  # of its last membership certificate
     forgotten_ms: int
-    replaced_by: str = ""  # the identity that it had after this one
+    replaced_by: str = ""  # its next identity
 
 
 Record = (
@@ -379,7 +380,7 @@ class Delete:
 class Thin:
     """Order to delete old rounds, losses and metrics of a run, and manifests of older rounds (`retention.py`).
 
-    Rounds of checkpoints stay, and those that are `kept`: nodes that moved to another run hold them.
+    Rounds of checkpoints are kept, and also those in `kept`, which nodes that moved to another run have.
     """
 
     run_id: str
@@ -389,7 +390,7 @@ class Thin:
 
 @dataclass(frozen=True)
 class DropMetrics:
-    """Order to delete the metrics of a run's rounds after this one, which a recovery made void."""
+    """Order to delete the metrics of a run's rounds after this one, which a recovery discarded."""
 
     run_id: str
     after_round: int

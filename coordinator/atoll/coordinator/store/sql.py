@@ -142,7 +142,7 @@ class SqlStore(Store):
             if most is not None:
                 of_all = select(func.count(), func.min(table.c.round), func.max(table.c.round))
                 count, first, last = connection.execute(of_all.where(ours)).one()
-                if count > most:  # read from the index of keys
+                if count > most:  # counted from the index of keys
                     place = (table.c.round - first) // -(-(last - first + 1) // most)
                     kept = select(func.max(table.c.round)).where(ours).group_by(place)
                     wanted = wanted.where(table.c.round.in_(kept))
@@ -227,14 +227,14 @@ def _select_events(after_id: int, wanted: EventFilter) -> Select[Any]:
 
 
 def _select_rounds() -> Select[Any]:
-    """Rounds without the manifest column, which is large and only stored as evidence."""
+    """Rounds without the manifest column, which is large and stored only as evidence."""
     table = TABLES[Round]
     columns = [column for column in table.c if column.name != "manifest"]
     return select(*columns).order_by(*(table.c[name] for name in Round.KEY))
 
 
 def _is_loaded() -> ColumnElement[bool]:
-    """Condition on rounds that the machine needs: abandoned attempts, the newest rounds, and those of checkpoints."""
+    """Condition for rounds that the machine loads: abandoned attempts, the newest rounds, and those of checkpoints."""
     rounds, runs = TABLES[Round], TABLES[Run]
     head = select(runs.c.head_round).where(runs.c.run_id == rounds.c.run_id).scalar_subquery()
     return ~rounds.c.committed | (rounds.c.number > head - retention.KEPT_COMMITS) | has_checkpoint(rounds, "number")

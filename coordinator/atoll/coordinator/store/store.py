@@ -1,8 +1,8 @@
 """Interface of the coordinator's durable rows; one test suite runs against every backend.
 
-The coordinator loads everything it decides from once (`load`) and keeps it in memory. From then on it only writes
-the changes of each step (`apply`). The long logs (events, rounds, plans, losses) stay in the store and are read on
-demand. One coordinator owns a store; calls come from one thread at a time.
+The coordinator loads all rows that its decisions depend on once (`load`) and keeps them in memory. After that it only
+writes the changes of each step (`apply`). The long logs (events, rounds, plans, losses) stay in the store and are read
+on demand. One coordinator owns a store; calls come from one thread at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Contents:
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
     runs: tuple[Run, ...]
-    plans: tuple[PlanRow, ...]  # of every run: the kept ones, in order of version
+    plans: tuple[PlanRow, ...]  # the kept plans of every run, in order of version
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
@@ -56,11 +56,11 @@ class Contents:
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events; each field that is empty or 0 permits all."""
+    """Condition on events; a field that is empty or 0 matches all events."""
 
     run_id: str = ""
     subjects: tuple[str, ...] = ()
-    kind: str = ""  # itself, and kinds that begin with it and a dot
+    kind: str = ""  # this kind, and kinds that begin with it and a dot
     since_ms: int = 0
 
 
@@ -69,18 +69,18 @@ ALL_EVENTS = EventFilter()
 
 @dataclass(frozen=True)
 class MetricsPage:
-    """Which metrics of a run: the first `limit` after a place in their order, or the newest."""
+    """Selection of a run's metrics: the first `limit` rows after a given place in their order, or the newest."""
 
     limit: int
     since_round: int = 0  # this one and later ones
     after_peer_id: str = ""  # of `since_round`, only peers after this one
-    peers: tuple[str, ...] = ()  # of these only; empty: of all
+    peers: tuple[str, ...] = ()  # of these peers only; empty: of all
     newest: bool = False
 
 
 @dataclass(frozen=True)
 class RoundMeans:
-    """What all nodes reported of one round."""
+    """Metrics of one round, combined over all nodes."""
 
     round: int
     train_loss: float  # nats per token, mean of the nodes that measured it; 0: none did
@@ -101,17 +101,17 @@ class Store(ABC):
         MUST refuse an event whose number is taken.
 
         MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST apply changes of one key in
-        order, so that the last wins. Raises `StateError`, among them `AlreadyRunning` if another coordinator has
-        written meanwhile; then nothing has changed.
+        order, so that the last wins. Raises `StateError`, also as `AlreadyRunning` if another coordinator has become
+        the owner; nothing has changed in either case.
         """
 
     @abstractmethod
     def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
-        """The first `limit` wanted events with an id greater than `after_id`. MUST be in order of id."""
+        """The first `limit` matching events with an id greater than `after_id`. MUST be in order of id."""
 
     @abstractmethod
     def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
-        """The last `limit` of them, in the same order."""
+        """The last `limit` matching events, also in order of id."""
 
     @abstractmethod
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
@@ -122,11 +122,11 @@ class Store(ABC):
 
     @abstractmethod
     def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
-        """The last `limit` rounds of a run, in the same order."""
+        """The last `limit` rounds of a run, in the order of `rounds`."""
 
     @abstractmethod
     def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
-        """Evaluations of a run that are left: all, or at most `most`, the newest among them. MUST be ordered by round.
+        """Stored evaluations of a run: all, or at most `most` with the newest among them. MUST be ordered by round.
 
         If there are more, it MUST return the newest of each of equal ranges from the first of these rounds to the last,
         and MUST NOT read the others.
@@ -134,11 +134,11 @@ class Store(ABC):
 
     @abstractmethod
     def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
-        """A page of what nodes reported of rounds. MUST be ordered by round and peer id."""
+        """A page of the metrics that nodes reported. MUST be ordered by round and peer id."""
 
     @abstractmethod
     def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
-        """What nodes reported of each of these rounds, together. MUST be ordered by round, without rounds of no row."""
+        """Combined metrics of each of these rounds. MUST be ordered by round, without rounds that have no row."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:

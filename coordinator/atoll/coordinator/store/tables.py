@@ -30,7 +30,7 @@ from atoll.coordinator.store.records import (
 
 
 class StringTuple(TypeDecorator[tuple[str, ...]]):
-    """Column type of a tuple of words without white space (roles, multiaddrs), one a line."""
+    """Column type for a tuple of words without white space (roles, multiaddrs), stored one per line."""
 
     impl = Text
     cache_ok = True

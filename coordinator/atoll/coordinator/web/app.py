@@ -1,7 +1,7 @@
 """HTTP application on loopback: status page, `/api/status`, `/api/differences`, `/metrics`, `/livez`, `/readyz`.
 
-It only reads and has no login; hence loopback. Requests must name the host that we listen on. Otherwise a foreign
-web page could read this one through a DNS name of its own (DNS rebinding).
+It only reads and has no login, so it listens on loopback. Requests must name the host that it listens on. Otherwise a
+foreign web page could read this one through a DNS name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from atoll.core.spec_difference import spec_differences
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
-MAX_COMPARED = 8  # runs
-SETTLED_ROUNDS = 64  # a node may report a round later than others
+MAX_COMPARED = 8  # number of runs
+SETTLED_ROUNDS = 64  # number of rounds: a node may report a round later than others
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -104,7 +104,7 @@ class _Site:
         )
 
     def _means(self, store: Store, run_id: str, evaluations: tuple[Evaluation, ...]) -> tuple[RoundMeans, ...]:
-        """What nodes reported of the evaluated rounds. Old rounds are read once: of many nodes that is many rows."""
+        """Metrics of the evaluated rounds. Old rounds are read only once, because many nodes have many rows."""
         run = self._controller.state.runs[run_id]
         key, settled = (run_id, run.created_ms), run.head_round - SETTLED_ROUNDS
         rounds = [row.round for row in evaluations]

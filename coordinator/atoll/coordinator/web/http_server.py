@@ -1,8 +1,8 @@
-"""uvicorn inside our event loop, on a socket that we bound, without signal handlers of its own.
+"""uvicorn inside the coordinator's event loop, on an open socket, without its own signal handlers.
 
 Anybody who reaches the port may connect, and each connection takes a descriptor of the whole coordinator. So their
-number is small, and neither an incomplete request nor an answer that is not read may last. When there are too many,
-the oldest one that waits for a request ends. A probe of `/livez` therefore gets its answer while others hold the rest.
+number is small, and an incomplete request and an unread answer have deadlines. When there are too many, the oldest
+connection that waits for a request is closed. So a probe of `/livez` is answered even if others use all connections.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 256
 REQUEST_SECONDS = 10.0  # from the connection, or the last answer, to the end of a request's header
-ANSWER_SECONDS = 30.0  # from there until the client has read the answer
+ANSWER_SECONDS = 30.0  # from then until the client has read the answer
 MAX_HEADER_BYTES = 16 << 10
-_ACCEPTED_AT_ONCE = 32  # then the event loop reads: a request that waits is answered before MAX_CONNECTIONS more come
+# before the event loop reads again: a waiting request is answered before MAX_CONNECTIONS more come
+_ACCEPTED_AT_ONCE = 32
 _BACKLOG = 512
 _START_SECONDS = 10.0
 
@@ -52,7 +53,7 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def oldest_first(self) -> tuple[bool, float]:
-        """Sorts connections: those that wait for a request first, and the earliest deadline first."""
+        """Sort key: connections that wait for a request first, and the earliest deadline first."""
         return self._is_answering, self._deadline.when() if self._deadline is not None else 0.0
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb
 
-MAX_NAMED_NODES = 256  # of all runs; the first by run and name have series of their own
+MAX_NAMED_NODES = 256  # of all runs; only the first nodes by run and name have their own series
 
 
 def rpc_errors(registry: CollectorRegistry) -> Counter:
@@ -89,7 +89,7 @@ def _nodes(state: State) -> Iterator[Metric]:
 
 
 def _named_nodes(state: State) -> Iterator[Metric]:
-    """What connected nodes report of themselves, one series a node."""
+    """Metrics that connected nodes report, one series for each node."""
     labels = ["run", "node"]
     loss = GaugeMetricFamily("atoll_node_train_loss", "Mean loss of recent steps, nats per token", labels=labels)
     pace = GaugeMetricFamily("atoll_node_tokens_per_second", "Rate that the node measures", labels=labels)

@@ -1,6 +1,6 @@
 """Data of the status page and of `/api/status`: one JSON object, built from the state and the logs. Pure.
 
-`version` grows when a field changes its meaning.
+`version` is incremented when a field changes its meaning.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _run(state: State, run: Run, now: StepTime, logs: Logs) -> dict[str, object]
 
 
 def _contributors(state: State, run_id: str) -> dict[str, object]:
-    """Which nodes contributed most."""
+    """The nodes that contributed most."""
     memory = state.memory[run_id]
     return {
         "nodes": len(memory.credit_ranks),
@@ -108,7 +108,7 @@ def _contributors(state: State, run_id: str) -> dict[str, object]:
 
 
 def _means(found: RoundMeans | None) -> dict[str, object]:
-    """What the nodes reported of the round, where they did."""
+    """The nodes' metrics of the round, if they reported any."""
     if found is None:
         return {}
     loss = {"train_loss": found.train_loss} if found.train_loss else {}
@@ -116,7 +116,7 @@ def _means(found: RoundMeans | None) -> dict[str, object]:
 
 
 def _sources(item: Evaluation) -> dict[str, object]:
-    """Losses by source, where the corpus has several."""
+    """Losses by source, if the corpus has several."""
     found = {source.name: source.loss for source in from_text(item.sources)}
     return {"sources": found} if found else {}
 

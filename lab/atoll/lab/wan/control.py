@@ -134,7 +134,7 @@ class HubControl:
             raise LabBroken(f"the hub does not answer: {error}") from error
 
     def close(self) -> None:
-        """Close the connection; the hub goes on."""
+        """Close the connection; the hub continues to run."""
         self._socket.close()
 
     def ask(self, request: Request) -> dict[str, Any]:

@@ -219,7 +219,10 @@ def open_device(namespace: str) -> int:
 
 
 def _raise_priority() -> None:
-    """Raise the scheduling priority: a hub that waits for a CPU delays packets. Without permission, go on."""
+    """Raise the scheduling priority, because a hub that waits for a CPU delays packets.
+
+    Without permission, continue.
+    """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
     except OSError:

@@ -41,7 +41,7 @@ _ENDING = timedelta(seconds=5)
 
 
 def why_unavailable() -> LabUnavailable | None:
-    """Return the error that says what this user or machine lacks; None if a lab can be built."""
+    """Return the error that names what this user or machine lacks; None if a lab can be built."""
     if not sys.platform.startswith("linux"):
         return LabUnavailable("the WAN lab needs Linux network namespaces", "run it on Linux or in a Linux VM")
     if os.geteuid() != 0:
@@ -95,7 +95,7 @@ def claim() -> Claim:
         while True:
             token = secrets.token_hex(4)
             lock = os.open(_lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if _lock(lock) and os.fstat(lock).st_nlink:  # else a concurrent sweep has just removed it
+            if _lock(lock) and os.fstat(lock).st_nlink:  # otherwise a concurrent sweep has just removed the file
                 make_private_dir(LABS / token)
                 return Claim(token, lock)
             os.close(lock)
@@ -225,7 +225,7 @@ def _remove(token: str) -> None:
 
 
 def _kill_processes(namespaces: Sequence[Path]) -> None:
-    """Kill the processes that are left in these namespaces; all of them are the lab's."""
+    """Kill the remaining processes in these namespaces; all of them are the lab's."""
     deadline = time.monotonic() + _ENDING.total_seconds()
     while (left := processes_in(namespaces)) and time.monotonic() < deadline:
         for pid in left:

@@ -42,7 +42,7 @@ class LabRunOptions:
     spec: str | None  # TOML; None: the demo's model and text
     tokens: int  # of the demo's run
     codec: str  # of the demo's run
-    step_seconds: float  # at full speed; 0: as this machine allows
+    step_seconds: float  # at full speed; 0: as fast as this machine allows
     timeout: timedelta  # from the start of the nodes
 
 

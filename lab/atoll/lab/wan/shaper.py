@@ -239,7 +239,7 @@ class Shaper:
     # --- changes while it runs ------------------------------------------------------------------------
 
     def host(self, name: str) -> Host:
-        """Return a host with its present settings. Raises `TopologyError`."""
+        """Return a host with its current settings. Raises `TopologyError`."""
         self._topology.host(name)
         return self._links[name].host
 

@@ -1,4 +1,4 @@
-"""What `atoll join` shows before it asks: the run, its operator, the model, download, disk, network, limits."""
+"""Text that `atoll join` shows before it asks: the run, its operator, the model, download, disk, network, limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY_CHARACTERS = 16  # of the fingerprint of the operator's key, in groups of f
 
 
 def consent_lines(config: NodeConfig, needs: RunNeeds) -> Iterator[str]:
-    """Yield what this node will do, one sentence or two a line."""
+    """Yield what this node will do: one or two sentences per line."""
     key = " ".join(needs.operator[at : at + 4] for at in range(0, _KEY_CHARACTERS, 4))
     yield f"Run {needs.run_id}, coordinator {needs.coordinator}. Its operator has the key {key}."
     if needs.state == mb.RUN_STATE_FINISHED:

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from atoll.core.units import bytes_text, duration_text
 
 _SECONDS_BETWEEN_LINES = 10.0
-_LEAST_SECONDS = 1.0  # of a rate that is shown
+_LEAST_SECONDS = 1.0  # seconds before a rate is shown
 
-ShowProgress = Callable[[int, int, str], None]  # bytes done, bytes of all, what else there is to say
+ShowProgress = Callable[[int, int, str], None]  # arguments: bytes done, bytes in all, further text
 
 
 class Rate:
-    """Bytes a second since the first call, and the time that is left."""
+    """Bytes per second since the first call, and the remaining time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Rate:
 
 @contextmanager
 def progress_on_stderr(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[ShowProgress]:
-    """Yield a function that shows how far `what` ("tokenising") is."""
+    """Yield a function that shows the progress of `what` ("tokenising")."""
     rate = Rate(clock)
     if sys.stderr.isatty():
         from rich.console import Console

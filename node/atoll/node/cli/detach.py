@@ -22,7 +22,7 @@ _MOST_TOLD_BYTES = 8192
 
 
 def start_detached(data_dir: Path, config_file: Path | None) -> None:
-    """Start the daemon of `data_dir` in a session of its own. Ends this command with its exit code if it fails."""
+    """Start the daemon of `data_dir` in a separate session. If it fails, end this command with its exit code."""
     command = [sys.executable, "-P", "-m", _MODULE, str(data_dir)]
     command += [str(config_file.absolute())] if config_file is not None else []
     log = data_dir / LOG_FILE
@@ -43,7 +43,7 @@ def start_detached(data_dir: Path, config_file: Path | None) -> None:
 
 
 def _told(log: Path, start: int) -> str:
-    """What the process wrote for people since its log had `start` bytes; the last of it."""
+    """The end of what the process has written for people since its log had `start` bytes."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - _MOST_TOLD_BYTES))

@@ -163,7 +163,7 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
 
 
 def _daemon_answers(config: NodeConfig) -> bool:
-    """Report whether the daemon of this data directory answers."""
+    """Return whether the daemon of this data directory answers."""
     from atoll.node.control.local_client import call
 
     try:
@@ -217,7 +217,7 @@ def _training(config: NodeConfig) -> Iterator[Finding]:
     try:
         credentials = Credentials.load(config.data_dir)
     except AtollError:
-        return  # `_membership` reports that
+        return  # `_membership` reports this case
     if credentials is not None:
         from atoll.node.cli.doctor_training import training_findings
 

@@ -1,7 +1,7 @@
 """The part of `atoll doctor` about a run's corpus: can its mirrors, the line and the disk feed the device?
 
 Every check has a deadline. All mirrors together send some MB, and each its corpus card; one card at a time is kept in
-memory. One mirror that fails does not end the others.
+memory. One failing mirror does not stop the checks of others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 from atoll.node.data.open_corpus import mirrors_of
 
 _CARD_SECONDS = 10.0
-_ALL_CARDS_SECONDS = 20.0  # after which no other mirror is asked for the card to keep
+_ALL_CARDS_SECONDS = 20.0  # after this time no further mirror is asked for the card to keep
 _RATE_SECONDS = 5.0
 _DISK_SECONDS = 20.0
 _ALL_BYTES = 16 << 20  # from all mirrors together
-_MOST_BYTES = 4 << 20  # from one
+_MOST_BYTES = 4 << 20  # from one mirror
 _LEAST_BYTES = 1 << 19
 _FIRST_PIECE_BYTES = 1 << 16
 _DISK_BYTES = 16 << 20
@@ -42,7 +42,7 @@ _ASSUMED_TOKENS_PER_SECOND = 100_000.0
 
 @dataclass
 class _Probe:
-    """What is known of a mirror."""
+    """Results of checking a mirror."""
 
     mirror: Mirror
     problem: str = ""
@@ -59,7 +59,7 @@ class _Need:
 
 
 def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
-    """Check mirrors, line and disk of a run with a corpus."""
+    """Check mirrors, connection and disk for a run with a corpus."""
     assert spec.data.corpus is not None
     digest, given = spec.data.corpus, [*([config.data] if config.data else []), *spec.data.mirrors]
     if not given:
@@ -76,18 +76,18 @@ def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
     _each_within(_CARD_SECONDS, probes, keeper.look)
     ends = time.monotonic() + _ALL_CARDS_SECONDS
     for probe in [probe for probe in probes if not probe.problem]:
-        if keeper.card is None and not keeper.problem:  # the mirror failed of which the card was kept
+        if keeper.card is None and not keeper.problem:  # the mirror whose card was being kept has failed
             if time.monotonic() >= ends:
                 probe.problem = f"{probe.mirror.name}: not measured, other mirrors took too long"
                 continue
-            keeper = _CardKeeper(digest)  # a mirror that hangs holds the lock of the other
+            keeper = _CardKeeper(digest)  # a hanging mirror holds the lock of the first one
             _each_within(_CARD_SECONDS, [probe], keeper.look)
         probe.problem = probe.problem or keeper.problem
     card = keeper.card
     answering = [probe for probe in probes if not probe.problem]
     most = max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // max(1, len(answering))))
     sizes = _shard_sizes(card) if card is not None else {}
-    for probe in answering:  # one after the other: they share the line
+    for probe in answering:  # one after the other, because they share the connection
         _each_within(2 * _RATE_SECONDS, [probe], lambda probe, late: _measure(probe, sizes, most, late))
     for probe in probes:
         yield _mirror_finding(probe, others=any(not one.problem for one in probes))
@@ -109,7 +109,7 @@ class _CardKeeper:
 
     def __init__(self, digest: str) -> None:
         self.card: CorpusCard | None = None
-        self.problem = ""  # of the card that the run names, wherever it is
+        self.problem = ""  # fault of the card that the run names; it is the same at every mirror
         self._digest, self._keeping = digest, threading.Lock()
 
     def look(self, probe: _Probe, late: Cancelled) -> None:
@@ -140,10 +140,10 @@ class _CardKeeper:
 
 
 def _measure(probe: _Probe, sizes: dict[ShardName, int], most: int, late: Cancelled) -> None:
-    """Read the start of the largest shard that is there, in pieces that grow."""
+    """Read the start of the largest shard that the mirror has, in growing pieces."""
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         began = time.monotonic()
-        with suppress(BlockAbsent):  # the directory has a part of the corpus
+        with suppress(BlockAbsent):  # the directory has only a part of the corpus
             probe.mirror.read(name.path("tokens"), 0, 1, late)
             break
     else:
@@ -167,12 +167,12 @@ def _shard_sizes(card: CorpusCard) -> dict[ShardName, int]:
 
 
 def _has_all(directory: Path, card: CorpusCard) -> bool:
-    """Whether a directory has all shards; if not, the others come over the line."""
+    """Whether a directory has all shards; otherwise the others are fetched over the network."""
     return all((directory / name.path("tokens")).is_file() for name in _shard_sizes(card))
 
 
 def _each_within(seconds: float, probes: Sequence[_Probe], check: Callable[[_Probe, Cancelled], None]) -> None:
-    """Run a check of each mirror in a thread of its own; what is not done in time is a problem."""
+    """Run a check of each mirror in a separate thread; a check that does not end in time becomes a problem."""
     late = threading.Event()
 
     def run(probe: _Probe) -> None:
@@ -181,7 +181,7 @@ def _each_within(seconds: float, probes: Sequence[_Probe], check: Callable[[_Pro
             check(probe, late.is_set)
         except (MirrorFailed, AtollError) as error:
             problem = str(error)
-        except Exception as error:  # libraries of stores raise what they like
+        except Exception as error:  # libraries of stores can raise any exception
             problem = f"{probe.mirror.name}: {error or type(error).__name__}"
         if problem and not (late.is_set() and probe.bytes_per_second):
             probe.problem = probe.problem or problem
@@ -227,12 +227,13 @@ def _need(config: NodeConfig, spec: RunSpec, card: CorpusCard) -> _Need:
 
 
 def _tokens_per_second(config: NodeConfig, spec: RunSpec, card: CorpusCard) -> tuple[float, str]:
-    """Return the device's pace with the whole model, and how it is known."""
+    """Return the device's pace with the whole model, and where the figure comes from."""
     from atoll.node.control.local_client import call
 
     with suppress(AtollError):
         status = call(config.data_dir, "status")
-        busy = 1.0 - min(0.99, float(status.get("data_stall_share") or 0.0))  # the pace is that with all waits for text
+        # the reported pace includes all waits for text
+        busy = 1.0 - min(0.99, float(status.get("data_stall_share") or 0.0))
         if pace := float(status.get("tokens_per_second") or 0) / busy:
             return pace, "as the node trains now, without waits for text"
     if pace := _pace_of_layer_times(config, spec, card):
@@ -256,7 +257,7 @@ def _pace_of_layer_times(config: NodeConfig, spec: RunSpec, card: CorpusCard) ->
 
 
 def _disk_findings_in_time(config: NodeConfig, card: CorpusCard, need: _Need) -> Iterator[Finding]:
-    """Check the disk in a thread of its own: a disk that hangs ends no call."""
+    """Check the disk in a separate thread, because calls may not return from a disk that hangs."""
     folder, found = config.path(CORPORA), queue.SimpleQueue[list[Finding]]()
 
     def run() -> None:
@@ -299,7 +300,7 @@ def _disk_findings(config: NodeConfig, card: CorpusCard, need: _Need) -> Iterato
 
 
 def _disk_rate(directory: Path) -> float:
-    """Return bytes per second of reading a new file, from the disk where the system allows to drop its cache."""
+    """Return bytes per second of reading a new file: from the disk if the system allows its cache to be dropped."""
     with tempfile.TemporaryFile(dir=directory) as file:
         block, ends = os.urandom(1 << 20), time.monotonic() + _RATE_SECONDS
         for _ in range(_DISK_BYTES >> 20):

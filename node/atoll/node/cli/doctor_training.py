@@ -1,4 +1,4 @@
-"""The part of `atoll doctor` about a joined run: does the coordinator want this node, and can it train the model?"""
+"""The part of `atoll doctor` about a joined run: does the coordinator accept this node, and can it train the model?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def training_findings(config: NodeConfig, credentials: Credentials, *, running: 
         drains = ", and asks this node to leave" if standing.draining else ""
         yield Finding("standing", True, f"the coordinator knows this node{drains}")
     except Unreachable:
-        pass  # `doctor` tells that by itself; training goes on without the coordinator
+        pass  # `doctor` reports this separately; training continues without the coordinator
     except AtollError as error:
         yield Finding("standing", False, str(error), error.remedy)
     try:

@@ -109,7 +109,7 @@ def _batch_size(text: str) -> int | str:
 
 @contextmanager
 def _exported(directory: Path, base: Path | None, data_dir: Path | None) -> Iterator[ExportedModel]:
-    """Open an export. A checkpoint becomes one in a temporary directory."""
+    """Open an export. A checkpoint is first exported to a temporary directory."""
     from atoll.node.evaluation.exported_model import open_export
     from atoll.node.export.stored_model import holds_checkpoints
 

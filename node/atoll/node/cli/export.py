@@ -130,7 +130,7 @@ def base(
 
 @contextmanager
 def corpus_cache(data_dir: Path) -> Iterator[CacheFolder]:
-    """Where the tokenizer of a corpus is, or comes to: the node's cache, or on a machine without a node for once."""
+    """The folder for a corpus's tokenizer: the node's cache, or a temporary one on a machine without a node."""
     from atoll.node.data.open_corpus import CacheFolder  # here, because numpy takes long
 
     if data_dir.is_dir():
@@ -168,7 +168,7 @@ def _checkpoints_directory(data_dir: Path, run: str | None) -> Path:
 
 
 def _open_own_checkpoint(checkpoints: Path, round_number: int | None, exit_stack: ExitStack) -> StoredModel:
-    """Open the checkpoint of the round, or the newest undamaged one. Damaged ones stay: the daemon sets them aside."""
+    """Open the checkpoint of the round, or the newest undamaged one. The daemon moves damaged ones."""
     from atoll.node.export.stored_model import open_checkpoint
 
     names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
@@ -196,7 +196,7 @@ def open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
 
 @contextmanager
 def temporary_torch_cache() -> Iterator[None]:
-    """Give torch a cache directory that is deleted at the end; by default it leaves one in the temporary directory."""
+    """Give torch a cache directory that is deleted at the end; by default torch leaves one behind."""
     with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         yield

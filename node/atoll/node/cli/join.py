@@ -1,7 +1,7 @@
 """`atoll join` and `atoll up`: run a member's daemon in the foreground (systemd restarts it).
 
-`join` takes a token and settings; `up` starts the same node again. `join` shows what the run needs and asks once, after
-all checks that take no time, and before a use of the token is spent.
+`join` takes a token and settings; `up` starts the same node again. `join` shows the run's requirements and asks once,
+after all fast checks and before a use of the token is spent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def join(
     parsed = parse_join_token(_token_text(token))
     check_machine(loaded.config)
     make_private_dir(loaded.config.data_dir)
-    save_overrides(loaded)  # kept if the coordinator does not answer: the next try needs them no more
+    save_overrides(loaded)  # kept even if the coordinator does not answer: the next try need not repeat them
     if detach:
         _enrol(loaded, parsed, yes)
         start_detached(loaded.config.data_dir, config)
@@ -155,7 +155,7 @@ def _read(path: Path) -> str:
 
 
 def _show(config: NodeConfig, needs: RunNeeds, yes: bool) -> None:
-    """Print what the run needs and the limits that this node will use, and ask once."""
+    """Print the run's requirements and the limits that this node will use, and ask once."""
     from atoll.node.cli.consent import consent_lines
 
     for line in consent_lines(config, needs):

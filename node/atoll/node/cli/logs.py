@@ -61,7 +61,10 @@ def _line_formatter() -> Callable[[str], str]:
 
 
 def _print(path: Path, lines: int, follow: bool, format_line: Callable[[str], str]) -> None:
-    """Print the last complete lines. An incomplete line follows once it is complete with `follow`, else at the end."""
+    """Print the last complete lines.
+
+    With `follow`, an incomplete line is printed once it is complete, else at the end.
+    """
     file = path.open(errors="replace")
     try:
         last = deque(file, maxlen=lines + 1)
@@ -87,7 +90,7 @@ def _print(path: Path, lines: int, follow: bool, format_line: Callable[[str], st
 
 
 def _was_moved(file: TextIO, path: Path) -> bool:
-    """Whether a new file took the place of this one, all of which was read."""
+    """Whether a new file has replaced this one. The caller has read this file to its end."""
     try:
         return os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
     except FileNotFoundError:

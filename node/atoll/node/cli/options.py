@@ -34,7 +34,7 @@ def data_directory(data_dir: Path | None) -> Path:
 
 
 def with_setting_options(*names: str) -> Callable[[Command], Command]:
-    """Give a command one option for each named setting; it receives them as keywords, None if they are not given."""
+    """Give a command one option for each named setting. It receives them as keywords; a missing option is None."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

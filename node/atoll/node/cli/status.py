@@ -105,7 +105,7 @@ def _training_rows(table: Any, report: dict[str, Any]) -> None:
 
 
 def _text_rows(table: Any, report: dict[str, Any]) -> None:
-    """How the training text comes. A daemon of an earlier release reports less of it."""
+    """The sources of the training text. A daemon of an earlier release reports fewer of them."""
     from rich.markup import escape
 
     if report.get("data_bytes_fetched"):
@@ -132,7 +132,7 @@ def _text_rows(table: Any, report: dict[str, Any]) -> None:
 
 
 def _block_shares(blocks: dict[str, int]) -> list[str]:
-    """Tell where blocks came from, if there are several places."""
+    """Return the shares of blocks by place, if there are several places."""
     total, told = sum(blocks.values()), []
     for place, name in _PLACES.items():
         if blocks.get(place):
@@ -141,7 +141,7 @@ def _block_shares(blocks: dict[str, int]) -> list[str]:
 
 
 def _credit(credit: dict[str, int] | None) -> str:
-    """What committed rounds count for this node, also before its last restart."""
+    """The node's contribution that committed rounds count, also before its last restart."""
     if credit is None:
         return "–"
     rounds = f"{credit['rounds']} round{'s' * (credit['rounds'] != 1)}"
@@ -149,7 +149,7 @@ def _credit(credit: dict[str, int] | None) -> str:
 
 
 def _finish(eta_unix_ms: int | None) -> str:
-    """Tell when the run is finished. A daemon of an earlier release does not report it."""
+    """Return when the run will be finished. A daemon of an earlier release does not report it."""
     if eta_unix_ms is None:
         return "–"
     return f"in {duration_text(max(0.0, eta_unix_ms / 1000 - time.time()))}, at the pace of the recent rounds"

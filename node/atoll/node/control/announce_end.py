@@ -1,4 +1,4 @@
-"""Announcement to the coordinator that this node ends, and why."""
+"""Announcement to the coordinator that this node ends, with the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from atoll.v1 import membership_pb2_grpc
 _TIMEOUT = timedelta(seconds=10)
 INSTANCE_BYTES = 16  # of the random name of a process
 _MAX_CHARACTERS = 500
-_REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # a class before its parents
+_REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # subclasses before their parents
     (CorpusDiffers, mb.NODE_REASON_TEXT_DIFFERS),
     (CorpusError, mb.NODE_REASON_TEXT_UNUSABLE),
     (PretrainedWeightsUnusable, mb.NODE_REASON_BASE_UNUSABLE),
@@ -60,27 +60,30 @@ _NOT_ANNOUNCED = (
     Forgotten,
     IdentityInUse,
     IdentityReplaced,
-)  # the coordinator said so itself
+)  # errors that the coordinator itself has sent
 
 _log = log.get("coordinator")
 
 
 def reason_of(error: BaseException) -> mb.NodeReason:
-    """Return the reason for a node that this error ends."""
+    """Return the reason to announce when this error ends a node."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), mb.NODE_REASON_INTERNAL)
 
 
 def announcement(error: BaseException, instance: bytes = b"") -> mb.LeaveRequest | None:
-    """Build the announcement of a failure; None if the coordinator knows it. A bug is told by its type alone."""
+    """Build the announcement of a failure; None if the coordinator knows it.
+
+    Of a bug, only the error's type is sent.
+    """
     if isinstance(error, _NOT_ANNOUNCED):
         return None
     told = str(error) if isinstance(error, AtollError) else f"internal error: {type(error).__name__}"
-    told = told.replace(str(Path.home()), "~")  # the operator's page shows it, and keeps it
+    told = told.replace(str(Path.home()), "~")  # the operator's page shows and stores it
     return mb.LeaveRequest(reason=told[:_MAX_CHARACTERS], instance=instance, why=reason_of(error))
 
 
 async def announce_end(dial: Callable[[], grpc.aio.Channel], request: mb.LeaveRequest) -> None:
-    """Tell the coordinator. If that fails, it notices the missing heartbeats."""
+    """Announce the end to the coordinator. If that fails, the coordinator notices the missing heartbeats."""
     try:
         async with dial() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)

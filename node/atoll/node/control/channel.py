@@ -25,9 +25,9 @@ def dial(credentials: Credentials) -> grpc.aio.Channel:
 
 
 async def refuse_replaced_authority(credentials: Credentials) -> None:
-    """Raise `AuthorityReplaced` if the CA of this node's certificate says that it was replaced.
+    """Raise `AuthorityReplaced` if the CA of this node's certificate has signed that it was replaced.
 
-    Call it after a failed call: TLS only says that the other side's certificate is wrong, or ends the connection.
+    Call it after a failed call: TLS only reports that the other side's certificate is wrong, or ends the connection.
     """
     try:
         chain = await asyncio.to_thread(fetch_chain, credentials.coordinator)

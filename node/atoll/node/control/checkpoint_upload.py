@@ -71,13 +71,16 @@ class CheckpointUploads:
 
 
 async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, directory: Path) -> None:
-    """Send the checkpoint in `directory`, or refuse. Failures are logged: the coordinator tells the operator."""
+    """Send the checkpoint in `directory`, or refuse.
+
+    Failures are only logged: the coordinator reports them to the operator.
+    """
     call = stub.UploadCheckpoint()  # type: ignore[call-arg]  # written to below
     try:
         await _send_or_refuse(call, order, directory)
         async with asyncio.timeout(MESSAGE_TIMEOUT.total_seconds()):
             await call
-    except asyncio.InvalidStateError:  # the call ended during a write; `details` says why
+    except asyncio.InvalidStateError:  # the call ended during a write; `details` has the reason
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call
         _log.warning("checkpoint not sent", round=order.round, reason=await call.details())

@@ -1,9 +1,9 @@
 """Link to the coordinator: sends heartbeats, receives plans and orders, renews the certificate in time.
 
-The link may be down for hours; training goes on. Reports are kept until the coordinator acknowledges that they are
-durable, and sent again after a break. None is counted twice (reports are idempotent). The coordinator ignores reports
-of rounds that it cannot place yet; they are kept until it knows the rounds before. A node keeps a bounded number of
-reports. The coordinator learns older rounds from manifests on disk (`manifest_answers.py`).
+The link may be down for hours; training continues. Reports are kept until the coordinator acknowledges that they are
+durable, and sent again after a broken connection. No report counts twice (reports are idempotent). The coordinator
+ignores the report of a round while it lacks the round before; the report is kept until then. A node keeps a bounded
+number of reports. The coordinator learns older rounds from manifests on disk (`manifest_answers.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HEARTBEAT_INTERVAL = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
-_FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # then the node works without the coordinator
-_CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
+_FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # after this time the node works without the coordinator
+_CLOCK_WARNING_SECONDS = 5.0  # a larger offset is only logged
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
 _NOT_RETRIED = (
@@ -61,7 +61,7 @@ _NOT_RETRIED = (
     IdentityInUse,
     IdentityReplaced,
     ProtocolMismatch,
-)  # a retry gets the same answer
+)  # errors for which a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -72,7 +72,7 @@ _log = log.get("coordinator")
 class CoordinatorLink:
     """One member's link to the coordinator.
 
-    It has more than 15 attributes: what it is made of, and where the one connection and its clock stand.
+    It has more than 15 attributes: its parts, and the state of its connection and of the clock comparison.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class CoordinatorLink:
         self._reports = ReportQueue()
         self._sequence = 0
         self._instance = secrets.token_bytes(INSTANCE_BYTES)
-        self._challenge = b""  # the last one of this stream
+        self._challenge = b""  # the latest challenge of this stream
         self._renewed_in_vain = False
-        self._tried = asyncio.Event()  # the coordinator answered this process, or cannot be reached
+        # set when the coordinator has answered this process, or is known to be unreachable
+        self._tried = asyncio.Event()
         self._heartbeat_due = asyncio.Event()
 
     def report(self, report: Report) -> None:
@@ -110,7 +111,7 @@ class CoordinatorLink:
         self._heartbeat_due.set()
 
     def send_heartbeat_now(self) -> None:
-        """Send the next heartbeat at once, because it reports a change that other nodes wait for."""
+        """Send the next heartbeat at once, because it contains a change that other nodes wait for."""
         self._heartbeat_due.set()
 
     async def run(self) -> None:
@@ -143,7 +144,7 @@ class CoordinatorLink:
         _log.warning("coordinator out of reach", reason=reason, retry_seconds=backoff.total_seconds())
 
     async def first_answer(self) -> None:
-        """Wait until the coordinator answered this process or is known to be out of reach, at most a few seconds."""
+        """Wait, at most a few seconds, until the coordinator has answered this process or is found unreachable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_ANSWER_TIMEOUT.total_seconds()):
                 await self._tried.wait()
@@ -161,7 +162,7 @@ class CoordinatorLink:
     async def move_to_run(self) -> Credentials:
         """Return the credentials for the run that the operator assigned this node to.
 
-        Raises the error that the coordinator answers, `Unreachable`, and those of `Credentials.moved`.
+        Raises the error in the coordinator's answer, `Unreachable`, and the errors of `Credentials.moved`.
         """
         async with self._channel() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
@@ -173,7 +174,7 @@ class CoordinatorLink:
         return self.credentials.moved(answer, self._identity.peer_id, self._clock.unix())
 
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
-        """Ask the coordinator for a promise or a vote. Raises the error that it answers, or `Unreachable`."""
+        """Ask the coordinator for a promise or a vote. Raises the error in its answer, or `Unreachable`."""
         async with self._channel() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             try:
@@ -182,7 +183,7 @@ class CoordinatorLink:
                 raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
 
     async def upload(self, order: mb.UploadOrder, directory: Path) -> None:
-        """Answer an upload order with the checkpoint in `directory`. Raises as `vote`."""
+        """Answer an upload order with the checkpoint in `directory`. Raises the errors of `vote`."""
         async with self._channel() as channel:
             await upload(membership_pb2_grpc.MembershipServiceStub(channel), order, directory)
 
@@ -209,7 +210,7 @@ class CoordinatorLink:
                     pass
             finally:
                 call.cancel()
-                sending.cancel()  # before unacknowledged reports are queued again: it must take none of them
+                sending.cancel()  # before unacknowledged reports are queued again: the old sender must not take them
                 await asyncio.gather(sending, return_exceptions=True)
 
     async def _read_response(self, call: Call) -> bool:
@@ -240,7 +241,7 @@ class CoordinatorLink:
         self._clock_warning_logged = wrong
 
     async def _send(self, call: Call) -> None:
-        """Send heartbeats, one an interval and at once when one is due, until cancelled or the call ends."""
+        """Send heartbeats, one per interval and one at once when needed, until cancelled or the call ends."""
         first = True
         while not call.done():
             self._heartbeat_due.clear()
@@ -261,7 +262,7 @@ class CoordinatorLink:
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reading side gets the reason
+                return  # the reader of the stream gets the reason
             first = False
             if self._reports.pending:
                 continue
@@ -296,12 +297,16 @@ class CoordinatorLink:
             membership=response.membership,
             deny_list=response.deny_list,
         )
-        self._renewed_in_vain = self.credentials.is_of_older_authority  # the coordinator was restored: no endless loop
+        # only one attempt, because the coordinator may have been restored from a backup with the older CA
+        self._renewed_in_vain = self.credentials.is_of_older_authority
         self._on_renewed(self.credentials)
         _log.info("certificate renewed")
 
     def _channel(self) -> grpc.aio.Channel:
-        """Dial the coordinator. Raises `Unreachable` without free descriptors: gRPC would end the process."""
+        """Dial the coordinator.
+
+        Raises `Unreachable` if file descriptors are short, since gRPC would end the process.
+        """
         if not _descriptors_available(_SPARE_DESCRIPTORS):
             raise Unreachable(
                 "the coordinator cannot be dialled: this node has no file descriptors left",
@@ -314,7 +319,7 @@ class CoordinatorLink:
 
 
 def _descriptors_available(descriptors: int) -> bool:
-    """Report whether this process can open so many more files."""
+    """Return whether this process can open `descriptors` more files."""
     taken: list[int] = []
     try:
         for _ in range(descriptors):

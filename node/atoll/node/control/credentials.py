@@ -19,7 +19,7 @@ from atoll.v1 import membership_pb2 as mb
 
 @dataclass(frozen=True)
 class Credentials:
-    """Keys, certificates and addresses for talking to the coordinator and to other members."""
+    """Keys, certificates and addresses for connections to the coordinator and to other members."""
 
     run_id: str
     coordinator: str  # host:port of the membership service
@@ -32,11 +32,11 @@ class Credentials:
     seeds: tuple[str, ...]
     run_spec_toml: str
     authorities: bytes = b""  # serialised Signed; empty: the coordinator's CA never changed
-    run_created_unix_ms: int = 0  # tells the run from a deleted one of the same name; 0: not known
+    run_created_unix_ms: int = 0  # identifies the run among runs of the same name; 0: not known
 
     @property
     def tls(self) -> Credential:
-        """Key and certificates of the mutual-TLS channel."""
+        """Key and certificates for mutual TLS."""
         return Credential(self.tls_key_pem.encode(), self.tls_chain_pem.encode(), self.ca_pem.encode())
 
     @property
@@ -45,7 +45,7 @@ class Credentials:
         return MembershipVerifier(self.operator_key, self.run_id, self.run_created_unix_ms)
 
     def member(self, unix: float) -> Member:
-        """This node as its certificate names it. Raises `CertificateInvalid`."""
+        """This node as described by its certificate. Raises `CertificateInvalid`."""
         return self.authority.verify_membership(self.signed_membership(), unix)
 
     def signed_membership(self) -> pb.Signed:
@@ -61,7 +61,8 @@ class Credentials:
     ) -> Credentials:
         """Return a copy with a renewed certificate and a deny-list that is at least as new.
 
-        A membership of another run is not taken: this node was moved there, and will be told (`moved`).
+        A membership of another run is ignored: the operator moved this node to that run, and the coordinator's order
+        will follow (`moved`).
         """
         is_ours = pb.Membership.FromString(membership.payload).run_id == self.run_id
         return replace(
@@ -98,7 +99,10 @@ class Credentials:
         return replace(self, deny_list=signed.SerializeToString())
 
     def with_authorities(self, signed: pb.Signed) -> Credentials:
-        """Return a copy that trusts these CAs, unless the list is older. Raises `SignatureInvalid` and kin."""
+        """Return a copy that trusts these CAs, unless the list is older.
+
+        Raises `SignatureInvalid` and its subclasses.
+        """
         told, known = verify_authority_list(signed, self.operator_key), self._authority_list()
         if known is not None and told.number <= known.number:
             return self
@@ -107,7 +111,7 @@ class Credentials:
 
     @property
     def is_of_older_authority(self) -> bool:
-        """True if the certificate is not from the newest CA that the coordinator told of."""
+        """True if the certificate is not from the newest CA in the coordinator's list."""
         known = self._authority_list()
         return known is not None and not self.tls_chain_pem.encode().endswith(known.certificates_pem[0])
 

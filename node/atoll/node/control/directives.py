@@ -24,11 +24,14 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 _log = log.get("coordinator")
-_LATEST_MS = 2**53  # exact in JSON
+_LATEST_MS = 2**53  # the largest integer that is exact in JSON
 
 
 class Directives:
-    """The newest verified plan, order and run state; `until` waits for a change."""
+    """The newest verified plan, order and run state; `until` waits for a change.
+
+    It has many attributes because the coordinator's replies carry many facts, and each of them is one attribute.
+    """
 
     def __init__(
         self,
@@ -41,12 +44,13 @@ class Directives:
         self.signed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
-        self.prepare = range(0)  # layers that the next plan may give this node
-        self.checkpoint_round = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
-        self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
-        self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
-        self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
-        self.credit: mb.Credit | None = None  # what this node contributed to the run, also before this process
+        self.prepare = range(0)  # layers that the next plan may assign to this node
+        self.checkpoint_round = 0  # round of which the operator wants a checkpoint, or of a later one; 0: no order
+        # the newest promise that an earlier process of this node sent to the coordinator
+        self.promised_before: Promised | None = None
+        self.notice = ""  # text for people: why the coordinator does not count this node; empty if it does
+        self.eta_unix_ms: int | None = None  # when the run will reach stop_tokens, by the coordinator's clock
+        self.credit: mb.Credit | None = None  # this node's contribution to the run, including earlier processes
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
@@ -56,7 +60,7 @@ class Directives:
         self._load_saved_plan()
 
     def apply_heartbeat(self, response: mb.HeartbeatResponse) -> None:
-        """Adopt the directives in a heartbeat's answer; log and ignore a plan or list that does not verify."""
+        """Adopt the directives in the answer to a heartbeat; log and ignore a plan or list that does not verify."""
         if response.HasField("plan"):
             self._log_if_unverified(lambda: self._adopt_if_newer(response.plan))
         if response.HasField("deny_list"):
@@ -70,7 +74,7 @@ class Directives:
         if response.notice and response.notice != self.notice:
             _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
-        try:  # nodes that joined with an older release do not know it
+        try:  # nodes that joined with an older release do not have it
             record_created(self._plan_path.parent, response.run_created_unix_ms)
         except DataDirUnusable as error:
             _log.warning("run_not_dated", reason=str(error))
@@ -88,11 +92,11 @@ class Directives:
 
     @property
     def kept_rounds(self) -> tuple[int, ...]:
-        """Rounds whose checkpoints stay: forks of this run begin with them."""
+        """Rounds whose checkpoints are kept because forks of this run begin with them."""
         return self._kept_rounds.rounds
 
     def _keep_rounds(self, response: mb.HeartbeatResponse) -> None:
-        if response.order == mb.ORDER_MOVE:  # of a coordinator that counts this node in the next run already
+        if response.order == mb.ORDER_MOVE:  # from a coordinator that already counts this node in the next run
             return
         try:
             self._kept_rounds.replace(tuple(response.kept_rounds))
@@ -132,7 +136,7 @@ class Directives:
             _log.error("coordinator_message_rejected", reason=str(error))
 
     def wake(self) -> None:
-        """Have all waiters check their conditions again."""
+        """Make all waiters check their conditions again."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Enrolment: ask what a join token is for, then exchange it for credentials.
+"""Enrolment: ask which run a join token is for, then exchange it for credentials.
 
 The coordinator is authenticated before anything is sent to it.
 """
@@ -33,7 +33,10 @@ TIMEOUT = timedelta(seconds=10)
 
 
 async def preview(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> RunNeeds:
-    """Ask what the run needs, without spending the token. Raises as `enrol`, and as `RunNeeds.from_preview`."""
+    """Ask for the run's requirements, without using up the token.
+
+    Raises the errors of `enrol` and `RunNeeds.from_preview`.
+    """
     request = enrolment_pb2.PreviewRequest(
         protocol=protocol.ours(),
         token_id=token.token_id,
@@ -49,7 +52,7 @@ async def preview(token: JoinToken, identity: Identity, node_name: str, clock: C
 
 
 async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> Credentials:
-    """Exchange the token for credentials. Raises the coordinator's error, `CaMismatch`, `Unreachable`."""
+    """Exchange the token for credentials. Raises the error in the coordinator's answer, `CaMismatch`, `Unreachable`."""
     ca_pem = await asyncio.to_thread(fetch_ca, token)
     key_pem, csr_der = new_tls_key_and_csr()
     request = enrolment_pb2.EnrolRequest(
@@ -69,7 +72,7 @@ async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clo
 
 @asynccontextmanager
 async def _stub(token: JoinToken, ca_pem: bytes) -> AsyncIterator[enrolment_pb2_grpc.EnrolmentAsyncStub]:
-    """Open a channel to the coordinator; its answers that are errors are raised as ours."""
+    """Open a channel to the coordinator; errors in its answers are raised as `AtollError`s."""
     options = [("grpc.ssl_target_name_override", SERVER_NAME)]
     channel_credentials = grpc.ssl_channel_credentials(root_certificates=ca_pem)
     async with grpc.aio.secure_channel(token.endpoint, channel_credentials, options) as channel:

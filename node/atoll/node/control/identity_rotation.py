@@ -1,9 +1,9 @@
-"""Change of this node's identity key, without the loss of its membership.
+"""Change of this node's identity key, while it keeps its membership.
 
-The next key and the coordinator's answer wait in a folder of the data directory. The answer's file is the decision:
-before it the old identity is in force, after it the new one, and `finish_rotation` copies both files to their places.
-So a kill or a power cut at any moment leaves one usable identity. The key is written before the coordinator is asked.
-If the answer is lost, the next try asks for the same key again and gets the same answer.
+The next key and the coordinator's answer wait in a folder of the data directory. The answer's file decides: while it is
+missing, the old identity is valid; once it exists, the new one is, and `finish_rotation` copies both files to their
+places. So a kill or a power cut at any moment leaves one usable identity. The key is written before the coordinator is
+asked. If the answer is lost, the next try asks for the same key again and gets the same answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def rotate_identity(data_dir: Path, clock: Clock) -> str:
     """Give this node a new identity, or finish an earlier try; returns its peer id. The caller holds the lock.
 
     Raises the coordinator's error, `UsageError` if the node never joined, `CertificateInvalid`, `Unreachable`,
-    `KeyFileCorrupt`, `DataDirUnusable`. After an error the old identity is in force here.
+    `KeyFileCorrupt`, `DataDirUnusable`. After an error this node still has the old identity.
     """
     finished = finish_rotation(data_dir)
     if finished is not None:
@@ -61,7 +61,7 @@ async def rotate_identity(data_dir: Path, clock: Clock) -> str:
 
 
 def finish_rotation(data_dir: Path) -> str | None:
-    """Put a new identity that the coordinator has accepted in its place and return its peer id; None without one.
+    """Move a new identity that the coordinator accepted into place; return its peer id, or None without one.
 
     Every step can be repeated. Raises `KeyFileCorrupt`, `DataDirUnusable`.
     """
@@ -72,11 +72,11 @@ def finish_rotation(data_dir: Path) -> str | None:
     if accepted is None:
         return None
     key, current = folder / KEY_FILE, data_dir / KEY_FILE
-    if key.exists():  # else both files are in their places
+    if key.exists():  # otherwise both files are already in place
         write_private(current, read_private(key))
         accepted.save(data_dir)
     try:
-        key.unlink(missing_ok=True)  # first: a key alone would be one that is not accepted yet
+        key.unlink(missing_ok=True)  # delete the key first: a key without an answer counts as not accepted yet
         OS_DISK.sync_directory(folder)
         OS_DISK.unlink(folder / CREDENTIALS_FILE)
         OS_DISK.sync_directory(folder)
@@ -92,13 +92,16 @@ def not_joined(data_dir: Path) -> UsageError:
 
 
 async def _of_present_run(credentials: Credentials, identity: Identity, data_dir: Path, clock: Clock) -> Credentials:
-    """Credentials for the run where the operator moved this node while it was away. A new identity is for that one."""
+    """Credentials for the run to which the operator moved this node while it was offline.
+
+    A new identity must be for that run.
+    """
     async with dial(credentials) as channel:
         stub = membership_pb2_grpc.MembershipServiceStub(channel)
         try:
             answer = await stub.MoveToRun(mb.MoveToRunRequest(), timeout=TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError:
-            return credentials  # the next call says what is wrong, or repeats an answer that was lost
+            return credentials  # the next call reports the error, or repeats an answer that was lost
     if answer.run_id == credentials.run_id:
         return credentials
     from atoll.node.control.begin_membership import begin_membership  # here, because it imports logs
@@ -131,5 +134,5 @@ async def _ask(credentials: Credentials, old: Identity, new: Identity, clock: Cl
         membership=answer.membership,
         deny_list=answer.deny_list,
     )
-    own = f"/p2p/{old.peer_id}"  # of a seed: its old address
+    own = f"/p2p/{old.peer_id}"  # a seed's old address contains its old peer id
     return replace(renewed, seeds=tuple(seed for seed in renewed.seeds if not seed.endswith(own)))

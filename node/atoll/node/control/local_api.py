@@ -65,7 +65,7 @@ class LocalApi:
             TimeoutError,
             ValueError,
             ConnectionError,
-        ):  # no request in time, too long a line, or the client is gone
+        ):  # no request in time, a line that is too long, or a closed connection
             return
         finally:
             writer.close()

@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 
 
 def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
-    """Call a command of the daemon of `data_dir`. Raises the error that the daemon answers, and also:
+    """Call a command of the daemon of `data_dir`. Raises the error in the daemon's answer, and also:
 
     `NotRunning` without a daemon, `DeadlineExceeded` without an answer, `Unreachable` if the daemon closes the
     connection, `ProtocolMismatch` for an answer of another release.
@@ -33,7 +33,7 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             connection.connect(path)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             line = connection.makefile("rb").readline(MAX_LINE)
-    except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: its backlog is full
+    except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the daemon's backlog of connections is full
         raise DeadlineExceeded(
             f"the daemon on {data_dir} did not answer within {timeout.total_seconds():.0f} s",
             "it may still carry out the command: see `atoll status`",
@@ -68,7 +68,7 @@ def _connection_closed(data_dir: Path) -> Unreachable:
 
 @contextlib.contextmanager
 def socket_path(data_dir: Path) -> Iterator[str]:
-    """Give a path of the daemon's socket that is short enough for the kernel, however deep `data_dir` lies."""
+    """Yield a path of the daemon's socket that is short enough for the kernel, even for a long path of `data_dir`."""
     directory = SocketDirectory.open(data_dir, SOCKET_NAME)
     try:
         yield str(directory.path / SOCKET_NAME)

@@ -1,7 +1,7 @@
-"""Answers to the coordinator's questions for committed rounds: manifests from this node's disk.
+"""Answers to the coordinator's requests for committed rounds: manifests from this node's disk.
 
 The coordinator asks one node at a time for rounds that no opener reported to it. The manifests are on disk, so a
-restart of the node or of the coordinator loses none. The coordinator repeats a question whose answer is lost.
+restart of the node or of the coordinator loses none. The coordinator repeats a request whose answer is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = log.get("coordinator")
 
 
 class ManifestAnswers:
-    """Reads manifests for the coordinator; the next heartbeat takes the answer."""
+    """Reads manifests for the coordinator; the next heartbeat carries the answer."""
 
     def __init__(self, store: ManifestStore, send_heartbeat_now: Callable[[], None]) -> None:
         self._store = store
@@ -31,11 +31,11 @@ class ManifestAnswers:
         self._tasks = BackgroundTasks()
 
     def ask(self, request: mb.ManifestRequest) -> None:
-        """Begin to read; a new question replaces an earlier one."""
+        """Begin to read; a new request replaces an earlier one."""
         self._tasks.begin(self._read(request))
 
     def take(self) -> mb.ManifestAnswer | None:
-        """Return the answer that is ready, once."""
+        """Return the finished answer, once; None if there is none."""
         answer, self._answer = self._answer, None
         return answer
 

@@ -1,4 +1,4 @@
-"""Reports to the coordinator that are not durable there yet: kept, sent again after a break, and bounded."""
+"""Reports to the coordinator that are not durable there yet: kept, sent again after a broken link, and bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_REPORTED_SOURCES = 2048  # losses in one heartbeat: the coordinator bounds t
 MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
 MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
-MAX_KEPT_METRICS = 1024  # of these; the coordinator has as many rounds in full
+MAX_KEPT_METRICS = 1024  # of these; the coordinator keeps the full metrics of as many rounds
 
 Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit | mb.NodeMetrics
 
@@ -21,8 +21,8 @@ Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit | mb.NodeMetric
 class ReportQueue:
     """Reports that are not durable yet.
 
-    They are `pending`, or `sent` by the heartbeat that carried them, or `early`: sent before the coordinator knew the
-    round before.
+    They are `pending`, or `sent` by the heartbeat that carried them, or `early`: sent while the coordinator lacked the
+    previous round.
     """
 
     pending: list[Report] = field(default_factory=list)
@@ -59,9 +59,9 @@ class ReportQueue:
         return batch
 
     def acknowledged(self, sequence: int, known_round: int | None = None) -> None:
-        """Forget the reports up to that heartbeat: they are durable. Keep those that the coordinator ignored.
+        """Forget the reports up to heartbeat `sequence`: they are durable. Keep those that the coordinator ignored.
 
-        `known_round` is the newest round that it knows; None if it does not say.
+        `known_round` is the coordinator's newest round; None if its answer does not contain it.
         """
         for number in [number for number in self.sent if number <= sequence]:
             self.early += [item for item in self.sent.pop(number) if _is_early(item, known_round)]
@@ -75,7 +75,7 @@ class ReportQueue:
 
 
 def _is_early(report: Report, known_round: int | None) -> bool:
-    """Whether the coordinator ignores this report, because it does not know the round before."""
+    """Whether the coordinator ignores this report, because it lacks the previous round."""
     if known_round is None:
         return False
     if isinstance(report, mb.RoundReport):

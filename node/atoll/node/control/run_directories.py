@@ -1,7 +1,8 @@
 """Directories of runs in the data directory: `runs/RUN` has the state of one run.
 
 The name of a deleted run may be used again, and two coordinators may use one name. The file `created` tells such runs
-apart. State of another run of that name is set aside as `runs/RUN.CREATED`; it comes back when that run is wanted.
+apart. State of another run of that name is set aside as `runs/RUN.CREATED`; it is moved back when this node takes part
+in that run again.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from pathlib import Path
 
 from atoll.core.files import data_dir_unusable, write_private
 
-KEPT_ASIDE = 2  # of each name
+KEPT_ASIDE = 2  # states set aside for each name
 
 _CREATED = "created"  # when the coordinator created the run, milliseconds since 1970
 _LATEST_MS = 2**53
-_RUN_NAME = re.compile(r"[a-z0-9-]+")  # names of what is set aside have a dot
+_RUN_NAME = re.compile(r"[a-z0-9-]+")  # names of directories that are set aside contain a dot
 
 
 def run_directories(data_dir: Path) -> list[Path]:
-    """Directories of runs, by name, without what is set aside."""
+    """Directories of runs, by name, without those that are set aside."""
     return sorted(path for path in data_dir.glob("runs/*") if _RUN_NAME.fullmatch(path.name))
 
 
 def put_in_place(run_dir: Path, created: int) -> None:
-    """Have `run_dir` hold the state of the run that was created then; 0: not known, which changes nothing.
+    """Move the state of the run that was created at `created` to `run_dir`; 0: not known, which changes nothing.
 
-    What tells no time counts as state of that run, unless the run's own is aside. Raises `DataDirUnusable`.
+    State without a recorded time counts as that run's, unless the run's is set aside. Raises `DataDirUnusable`.
     """
     if created <= 0:
         return
@@ -46,7 +47,7 @@ def put_in_place(run_dir: Path, created: int) -> None:
 
 
 def record_created(run_dir: Path, created: int) -> None:
-    """Write when the run was created, unless that is known. Raises `DataDirUnusable`."""
+    """Record when the run was created, unless it is recorded. Raises `DataDirUnusable`."""
     try:
         if 0 < created <= _LATEST_MS and not _created(run_dir):
             write_private(run_dir / _CREATED, b"%d" % created)
@@ -67,7 +68,7 @@ def _aside(run_dir: Path, created: int) -> Path:
 
 
 def _drop_oldest(run_dir: Path) -> None:
-    """Remove what was set aside long ago under this name."""
+    """Remove the oldest states that were set aside under this name."""
     found = [path for path in run_dir.parent.glob(f"{run_dir.name}.*") if path.suffix[1:].isdecimal()]
     found.sort(key=lambda path: (path.stat().st_mtime_ns, int(path.suffix[1:])))
     for path in found[:-KEPT_ASIDE]:

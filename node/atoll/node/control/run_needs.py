@@ -1,4 +1,7 @@
-"""What a run needs of a node, as the coordinator tells the holder of a token before it is spent, or a member later."""
+"""Requirements of a run for a node.
+
+The coordinator sends them for a join token that is not used up yet, or to a member.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _DIGEST = re.compile(r"|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RunNeeds:
-    """A run as a node sees it before it trains."""
+    """A run's facts that a node knows before it trains."""
 
     run_id: str
     spec_toml: str = field(repr=False)
@@ -27,8 +30,8 @@ class RunNeeds:
     coordinator: str  # host:port
     operator: str  # hex SHA-256 of the operator's key
     state: mb.RunState = mb.RUN_STATE_UNSPECIFIED
-    layers: plan_pb2.LayerTable | None = field(default=None, repr=False)  # once genesis is written
-    corpus_digest: str = ""  # hex; empty: not decided, or not known
+    layers: plan_pb2.LayerTable | None = field(default=None, repr=False)  # set once genesis is written
+    corpus_digest: str = ""  # hex; empty if it is not decided or not known
     head_round: int = 0
 
     @property
@@ -69,7 +72,7 @@ def checked_layers(table: plan_pb2.LayerTable) -> plan_pb2.LayerTable:
 
 
 def checked_digest(digest: str) -> str:
-    """Return the digest of a corpus. Raises `PeerMisbehaved` if it is none."""
+    """Return the digest of a corpus. Raises `PeerMisbehaved` if it is not a valid digest."""
     if not _DIGEST.fullmatch(digest):
         raise PeerMisbehaved("the coordinator sent a digest of the corpus that is none")
     return digest

@@ -1,4 +1,4 @@
-"""What the coordinator thinks of this node, asked once; it changes nothing there."""
+"""This node's status at the coordinator, by one request that changes nothing there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ async def ask_standing(credentials: Credentials) -> mb.StandingResponse:
 
 
 def needs_of_member(credentials: Credentials, standing: mb.StandingResponse | None, unix: float) -> RunNeeds:
-    """What the run needs of a node that joined it; without `standing`, what the node knows. Raises as its parts do."""
+    """Requirements of a joined node's run; without `standing`, from the node's own files.
+
+    Raises the errors of its parts.
+    """
     known = standing or mb.StandingResponse()
     return RunNeeds(
         run_id=credentials.run_id,

@@ -1,10 +1,10 @@
-"""A cache of fetched blocks on disk, with a budget. It may lose anything at any time, and is never believed.
+"""A cache of fetched blocks on disk, with a budget. It may lose data at any time; all reads are verified.
 
 A chunk of a shard has one file: the digests of its blocks, and from `DATA_OFFSET` on its bytes, with holes where
 nothing was fetched. Readers check the hash of every block that they read (`data/block_reader.py`): a hole, a torn write
 and a changed byte look alike, as a block that must be fetched. So files are not synced, several processes may write
-one, and a node that was killed goes on with what is there. What was not used for longest is deleted first. Held-out
-text is *pinned*: an evaluation must not wait for mirrors.
+one, and a node that was killed uses the blocks that are on disk. The least recently used files are deleted first.
+Held-out text is *pinned*: an evaluation must not wait for mirrors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from atoll.core import log
 from atoll.node.data.card import ShardName
 
 BLOCKS_FOLDER = "blocks"  # in the folder of a corpus
-DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of its blocks come before
+DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of the chunk's blocks come before them
 _LOCK_SECONDS = 5.0
-_LOOK_SHARE = 0.05  # of the budget, after which a process looks at what others wrote
+# of the budget; after writing so many bytes, a process checks the size of all files, also of other processes
+_LOOK_SHARE = 0.05
 _POLL_SECONDS = 0.02
 _KEPT_SHARE = 0.9  # of the budget, after old files were deleted
 _PINNED_SHARE = 0.25  # of the budget, at most
@@ -45,7 +46,7 @@ class BlockCache:
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory, self.budget_bytes = directory, budget_bytes
         self._lock = threading.Lock()
-        self._written = float("inf")  # since this process looked; the first write looks at what is there
+        self._written = float("inf")  # bytes since this process last measured the cache; the first write measures it
         self._complained = False
         self._pinned = frozenset[str]()
 
@@ -67,7 +68,7 @@ class BlockCache:
         return True
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file, as many as are there; empty if it is absent."""
+        """Return the bytes of a file that the cache has; empty if the file is absent."""
         try:
             descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -83,7 +84,7 @@ class BlockCache:
             os.close(descriptor)
 
     def holds(self, name: str) -> bool:
-        """Whether a file is there and not empty; if so it counts as used now."""
+        """Whether a file exists and is not empty; if so, it counts as used now."""
         try:
             os.utime(self._directory / name)
             return (self._directory / name).stat().st_size > 0
@@ -91,7 +92,7 @@ class BlockCache:
             return False
 
     def write(self, name: str, start: int, data: bytes | memoryview) -> None:
-        """Write bytes of a file, and delete old files if all have become larger than the budget."""
+        """Write bytes of a file, and delete old files if all files together exceed the budget."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -109,7 +110,7 @@ class BlockCache:
 
     @contextmanager
     def only_process(self, name: str) -> Iterator[None]:
-        """Keep other processes of this node from fetching the same file in the block, unless one takes very long."""
+        """Keep other processes of this node from fetching the same file, unless the lock takes over 5 seconds."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Reads of the run's corpus from other members, verified here: a member that sends wrong bytes is known at once.
+"""Reads of the run's corpus from other members, verified here: a member that sends wrong bytes is detected at once.
 
 `block_server` is the other side. `peer_choice` says whom to ask; a few members are asked one after the other.
 """
@@ -35,10 +35,10 @@ from atoll.node.wire.transport import Network
 
 READS_AT_ONCE = 16
 READ_SECONDS = 60.0  # for all members that one read asks
-RANGE_SECONDS = 40.0  # for one of them
-WHOLE_FILE_SECONDS = 100.0  # likewise for a whole file; a fetcher waits for 120 s, and asks again for the rest
+RANGE_SECONDS = 40.0  # for each member that is asked
+WHOLE_FILE_SECONDS = 100.0  # for a whole file; a fetcher waits for 120 s, then asks again for the rest
 _SLOT_SECONDS = 2.0  # for a free stream to a member, before the next one is asked
-_SLOW_SECONDS = 5.0  # a member that had more time than this when its read was given up counts as failed
+_SLOW_SECONDS = 5.0  # a member that took longer than this before its read was cancelled counts as failed
 
 _log = log.get("corpus")
 
@@ -52,7 +52,7 @@ class KnownMembers:
 
 
 class BlockClient:
-    """Reads from members. Every byte that it returns follows from the card."""
+    """Reads from members. All returned bytes are verified against the card."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BlockClient:
     async def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes of a file of the corpus.
 
-        Raises `NotFound` if all members that are asked say that they lack them, else `Unreachable`.
+        Raises `NotFound` if all members that were asked answer that they do not have the bytes, else `Unreachable`.
         """
         try:
             async with asyncio.timeout(READ_SECONDS):
@@ -114,7 +114,7 @@ class BlockClient:
             raise DeadlineExceeded(f"no member gives {path} in time") from error
 
     async def _table(self) -> CorpusTable:
-        """Return what the card says. A trainer that has the card may have failed to keep it on the disk."""
+        """Return the card's contents; fetch the card if the trainer could not keep it on the disk."""
         async with self._finding_card:
             table = await self._files.in_thread(self._files.table)
             if table is None:
@@ -125,7 +125,7 @@ class BlockClient:
 
     async def _read_whole(self, file: WholeFile) -> bytes:
         async def fetch(peer: str) -> bytes | None:
-            """Go on with what this member has sent before: a line may be too slow for one attempt."""
+            """Continue after the bytes that this member sent before: a connection may be too slow for one attempt."""
             begun = self._begun
             data = begun[2] if begun is not None and begun[:2] == (peer, file.path) else bytearray()
             size = len(data) + 1
@@ -155,7 +155,7 @@ class BlockClient:
         return await self._ask(file.path, file.path, fetch, check, RANGE_SECONDS, first)
 
     async def _read(self, wanted: ChunkDigests | BlockDigests | Blocks) -> bytes:
-        """Read a range, and before it the digests that verify it, if they are not here."""
+        """Read a range; before that, read the digests that verify it if this node does not have them."""
         path, start, stop = path_and_bytes(wanted)
         check: Callable[[bytes], bytes]
         match wanted:
@@ -197,7 +197,8 @@ class BlockClient:
         peers = self._choice.order(shard, what, known.others, known.seeds, self._me, now())
         if first is not None and self._choice.may_ask(first, what, now()):
             peers = [first, *(peer for peer in peers if peer != first)]
-        rest = {peer for peer in peers if not self._choice.may_ask(peer, what, now())}  # all rest, and one is asked
+        # all of them are in their rest period, and one is asked nevertheless
+        rest = {peer for peer in peers if not self._choice.may_ask(peer, what, now())}
         for number, peer in enumerate(peers, 1):
             async with self._streams.slot(peer, _SLOT_SECONDS if number < len(peers) else None) as is_free:
                 if not is_free or (peer not in rest and not self._choice.may_ask(peer, what, now())):

@@ -1,9 +1,9 @@
 """The parts of a run's corpus that this node has on its disk, verified when they are read.
 
 They are in a directory with the corpus (`--data`), or in the folder where the node's trainer keeps what it fetched.
-Neither is believed: files of the cache have holes, and an owner may change a directory. Every range is checked against
-the card before it is returned, so another member never gets a byte that is not the corpus's. A range that is here only
-in part counts as absent. The cost of a read does not grow with the corpus.
+Neither is trusted: files of the cache have holes, and an owner may change a directory. Every range is checked against
+the card before it is returned, so another member never gets a byte that is not the corpus's. A range of which this node
+has only a part counts as absent. The cost of a read does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from atoll.node.data.corpus_table import (
 )
 from atoll.node.data.known_digests import KnownDigests, check_blocks
 
-_THREADS = ThreadPoolExecutor(4, "corpus-files")  # a disk that hangs must not hold up what else the daemon writes
+_THREADS = ThreadPoolExecutor(4, "corpus-files")  # a disk that hangs must not delay the daemon's other writes
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,8 @@ class BlockFiles:
         self._roots = [root for root in (directory, cache) if root is not None]
         self._blocks = cache / BLOCKS_FOLDER if cache is not None else None
         self._table: CorpusTable | None = None
-        self._broken: dict[Path, tuple[int, int, int]] = {}  # files with another hash, as they were
+        # files with a wrong hash, with their size, time and inode at that check
+        self._broken: dict[Path, tuple[int, int, int]] = {}
         self._pieces: dict[tuple[Path, str], list[bytes]] = {}  # hashes of the pieces of verified files
         self._lock, self._hashing = threading.Lock(), threading.Lock()
 
@@ -67,7 +68,7 @@ class BlockFiles:
         return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(call, *arguments, **named))
 
     def table(self) -> CorpusTable | None:
-        """Return what the card says; None while no intact card is here."""
+        """Return the card's contents; None while this node has no intact card."""
         if self._table is not None:
             return self._table
         with self._lock:
@@ -83,7 +84,7 @@ class BlockFiles:
             self._table = self._table or CorpusTable(card, self.digest, len(data))
 
     def require_directory(self) -> str:
-        """Return for people how much the directory has. Raises `CorpusError` if it has nothing of this corpus."""
+        """Return as text how much of the corpus the directory has. Raises `CorpusError` if it has no part of it."""
         assert self.directory is not None
         try:
             data = _read_whole(self.directory / CARD_NAME, MAX_CARD_BYTES)
@@ -104,7 +105,7 @@ class BlockFiles:
         return f"{len(here)} of {self._table.shards} shards, {size / 1e9:.3g} GB"
 
     def read(self, path: str, start: int, stop: int) -> bytes | None:
-        """Return verified bytes of a file of the corpus; None if they are not here, or nothing of a corpus."""
+        """Return verified bytes of a file of the corpus; None if this node lacks them, or there is no such range."""
         table = self.table()
         wanted = table.range_of(path, start, stop) if table is not None else None
         return self.read_range(wanted) if wanted is not None else None
@@ -119,7 +120,7 @@ class BlockFiles:
         return (data, file.size) if data is not None else None
 
     def read_range(self, wanted: CorpusRange) -> bytes | None:
-        """Return a verified range; None if it is not here."""
+        """Return a verified range; None if this node does not have it."""
         match wanted:
             case FilePiece():
                 return self._file_piece(wanted)
@@ -131,7 +132,7 @@ class BlockFiles:
                 return self._read_blocks(wanted)
 
     def chunk_digests(self, wanted: ChunkDigests) -> bytes | None:
-        """Return the verified digests of a shard's chunks; None if they are not here."""
+        """Return the verified digests of a shard's chunks; None if this node does not have them."""
         found = self.digests.get(wanted)
         if found is not None:
             return found
@@ -143,7 +144,7 @@ class BlockFiles:
         return None
 
     def block_digests(self, wanted: BlockDigests) -> bytes | None:
-        """Return the verified digests of a chunk's blocks; None if they are not here."""
+        """Return the verified digests of a chunk's blocks; None if this node does not have them."""
         found = self.digests.get(wanted)
         if found is not None:
             return found
@@ -170,7 +171,7 @@ class BlockFiles:
         return None
 
     def _found(self, wanted: CorpusRange, cache_name: str, cache_offset: int) -> Iterator[bytes]:
-        """Yield what the directory and the cache have in the place of a range."""
+        """Yield the unverified bytes that the directory and the cache have for a range."""
         path, start, stop = path_and_bytes(wanted)
         places = [(self.directory / path, start)] if self.directory is not None else []
         places += [(self._blocks / cache_name, cache_offset)] if self._blocks is not None else []
@@ -188,12 +189,12 @@ class BlockFiles:
             data = _read_range(path, wanted.start, wanted.stop - wanted.start) if hashes else b""
             if hashes and hashlib.sha256(data).digest() == hashes[wanted.start // PIECE_BYTES]:
                 return data
-            if hashes:  # it changed: look at it anew
+            if hashes:  # the file changed: hash all of it again at the next read
                 self._pieces.pop((path, wanted.file.sha256), None)
         return None
 
     def _piece_hashes(self, path: Path, file: WholeFile) -> list[bytes]:
-        """Return the hashes of the pieces of a file that has its hash; none if it has another, or is absent."""
+        """Return the hashes of a file's pieces; empty if the file has a wrong hash or is absent."""
         known = self._pieces.get((path, file.sha256))
         if known is not None:
             return known
@@ -212,7 +213,7 @@ class BlockFiles:
             return hashes
 
     def _intact_card(self, path: Path) -> bytes | None:
-        """Return a card with the right digest. A file that has another is read again only after it changed."""
+        """Return a card with the right digest. A file with a wrong digest is read again only after it changed."""
         state = _state_of(path)
         if state is None or self._broken.get(path) == state:
             return None
@@ -245,9 +246,9 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read_range(path: Path, start: int, size: int) -> bytes:
-    """Return the bytes that are there, at most `size`; none if the file cannot be read."""
+    """Return at most `size` bytes of a file; fewer at its end, none if it cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not hold it up
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # so that opening a pipe does not block
     except OSError:
         return b""
     try:

@@ -31,7 +31,7 @@ from atoll.node.data.data_report import BlockCounts
 from atoll.node.data.fetcher import Fetcher
 
 CHUNKS_IN_MEMORY = 1024  # 64 MiB
-_SHARDS_IN_MEMORY = 1024  # of which the digests are kept
+_SHARDS_IN_MEMORY = 1024  # whose chunk digests are kept
 
 
 @dataclass
@@ -53,13 +53,13 @@ class BlockReader:
         self._cache = None if fetcher.all_local else cache
         self._chunks: OrderedDict[tuple[ShardName, int], _Chunk] = OrderedDict()
         self._shards: OrderedDict[ShardName, bytes] = OrderedDict()
-        self._cached_shards = set[ShardName]()  # of them, whose digests are in the cache
+        self._cached_shards = set[ShardName]()  # shards of `_shards` whose digests are in the cache
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
 
     @property
     def blocks(self) -> BlockCounts:
-        """Where the blocks that were read came from."""
+        """Number of blocks read, by the place they came from."""
         with self._lock:
             return BlockCounts(*(self._blocks[place] for place in BlockCounts._fields))
 
@@ -68,7 +68,7 @@ class BlockReader:
             self._blocks[place] += blocks
 
     def read(self, source: int, shard: int, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` of a shard. Raises `Unreachable` if no mirror gives what is missing."""
+        """Return bytes `start` to `stop` of a shard. Raises `Unreachable` if no mirror gives the missing blocks."""
         found = bytearray()
         for number, first, last in _pieces(start, stop):
             chunk = self._ready(source, shard, number, first // BLOCK_BYTES, -(-last // BLOCK_BYTES))
@@ -76,7 +76,7 @@ class BlockReader:
         return bytes(found)
 
     def pin(self, places: Iterable[tuple[int, int, int, int]]) -> None:
-        """Keep the blocks of these ranges in the cache once they are there: source, shard, first and last byte."""
+        """Keep the blocks of these ranges in the cache once they are fetched: source, shard, first and last byte."""
         if self._cache is None:
             return
         files: dict[str, int] = {}
@@ -88,7 +88,7 @@ class BlockReader:
         self._cache.pin(files)
 
     def ensure(self, source: int, shard: int, chunk: int, first: int, last: int) -> None:
-        """Have blocks `first` to `last` (exclusive) of a chunk ready, for a later `read`. Raises `Unreachable`."""
+        """Make blocks `first` to `last` (exclusive) of a chunk available for a later `read`. Raises `Unreachable`."""
         self._ready(source, shard, chunk, first, last)
 
     def _ready(self, source: int, shard: int, number: int, first: int, last: int) -> _Chunk:
@@ -105,7 +105,7 @@ class BlockReader:
             if all(chunk.known[first:last]):
                 return chunk
             with self._only_process(file):
-                if self._cache is not None:  # another process of this node may have fetched it meanwhile
+                if self._cache is not None:  # another process of this node may have fetched it since
                     self._recall(chunk, file, name, facts, number, first, last)
                 if not chunk.digests:
                     self._fetch_digests(chunk, name, facts, number)
@@ -131,7 +131,7 @@ class BlockReader:
     def _recall(
         self, chunk: _Chunk, file: str, name: ShardName, shard: Shard, number: int, first: int, last: int
     ) -> None:
-        """Take from the cache on disk what is there and right."""
+        """Take the blocks that the cache on disk has and whose hash is right."""
         assert self._cache is not None
         if not chunk.digests:
             chunk_digests = self._recall_chunk_digests(name, shard)
@@ -202,7 +202,7 @@ class BlockReader:
             self._cache.write(file, DATA_OFFSET + start, data)
 
     def _cache_digests(self, cache: BlockCache, chunk: _Chunk, file: str, name: ShardName) -> None:
-        """Keep what verifies a chunk beside its bytes, also when the cache has deleted it since."""
+        """Write a chunk's digests next to its bytes, again if the cache has deleted them."""
         with self._lock:
             chunk_digests = self._shards.get(name)
             shard_is_new = name not in self._cached_shards

@@ -1,7 +1,7 @@
 """The server of `/atoll/corpus/1`: this node's parts of the training text, for other members.
 
 `block_client` is the other side. The gate admits only members; the owner's limits of traffic apply to what is sent. A
-member gets verified bytes or the word that they are not here (`block_files`).
+member gets verified bytes or the answer that this node lacks them (`block_files`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
-ANSWERS_AT_ONCE = 32  # with those that wait
+ANSWERS_AT_ONCE = 32  # including those that wait
 SENT_AT_ONCE = 4  # each of usually 64 KiB, at most 4 MiB, in memory; rounds share the line with them
-_WAIT_SECONDS = 5.0  # for one of them, and then for the disk
-_SEND_SECONDS = 5.0  # for an answer, and as long as its bytes take at this rate:
+_WAIT_SECONDS = 5.0  # for one of these slots, and as long again for the disk
+_SEND_SECONDS = 5.0  # for an answer, plus the time that its bytes take at this rate:
 _SLOWEST_BYTES_PER_SECOND = 50_000
-_REST_OF_SLOW_SECONDS = 60.0  # of a member that did not take an answer in this time
+_REST_OF_SLOW_SECONDS = 60.0  # for a member that did not take an answer in time
 _MAX_SLOW = 1024
 IDLE_TIMEOUT = timedelta(seconds=30)
-# before the word that something is not here: it costs the asker nothing, and this node may have read and hashed a chunk
+# before an answer that this node lacks something: it costs the asker nothing, but this node may have read a chunk
 ABSENCE_PAUSE = timedelta(milliseconds=20)
 
 
 class BlockServer:
-    """Answers the requests of other members."""
+    """Answers other members' requests for training text."""
 
     def __init__(self, network: Network, run_id: str, files: BlockFiles, may_share: Callable[[], bool]) -> None:
-        """`may_share`: whether the owner lets this node give anything now."""
+        """`may_share`: whether the owner allows this node to send training text now."""
         self.bytes_sent = 0
         self._run_id, self._files, self._may_share = run_id, files, may_share
         self._streams = PeerSlots[str](STREAMS_PER_PEER)
@@ -100,7 +100,7 @@ class BlockServer:
             await self._send(stream, found)
 
     async def _find(self, request: dp.CorpusRequest) -> tuple[bytes, int] | None:
-        """Return the bytes and the size of the file, which is 0 for a range; None if they are not here."""
+        """Return the bytes, and the size of the file (0 for a range); None if this node lacks them."""
         if not request.stop:
             return await self._files.in_thread(self._files.read_piece, request.path, request.start)
         data = await self._files.in_thread(self._files.read, request.path, request.start, request.stop)

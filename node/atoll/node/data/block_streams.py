@@ -18,10 +18,10 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
-STREAMS_TO_PEER = 2  # of the six direct connections to a member; the others are for rounds
+STREAMS_TO_PEER = 2  # of the six direct connections to a member; rounds use the others
 _OPEN_TIMEOUT = timedelta(seconds=10)
-_ANSWER_TIMEOUT = timedelta(seconds=10)  # until it begins; a member lets a request wait for 5 s
-_BODY_SECONDS = 5.0  # and as long as the bytes take at this rate:
+_ANSWER_TIMEOUT = timedelta(seconds=10)  # until the answer begins; a member lets a request wait for 5 s
+_BODY_SECONDS = 5.0  # plus the time that the bytes take at this rate:
 _SLOWEST_BYTES_PER_SECOND = 50_000
 _IDLE_SECONDS = 5.0  # less than the server's
 
@@ -48,9 +48,9 @@ class BlockStreams:
         if stream is not None:
             try:
                 return await self._exchange(stream, request)
-            except DeadlineExceeded:  # it would not answer on another one
+            except DeadlineExceeded:  # the member would not answer on another stream either
                 raise
-            except Unreachable:  # the member closed it while it was idle
+            except Unreachable:  # the member closed the stream while it was idle
                 pass
         return await self._exchange(await self._network.open(peer, PROTOCOL, _OPEN_TIMEOUT), request)
 
@@ -97,7 +97,7 @@ class BlockStreams:
 
     @asynccontextmanager
     async def slot(self, peer: str, seconds: float | None) -> AsyncIterator[bool]:
-        """Hold one of a few streams to a member; yields False if none is free within `seconds`."""
+        """Hold one of a few stream slots of a member; yields False if none becomes free within `seconds`."""
         semaphore = self._slots.setdefault(peer, asyncio.Semaphore(STREAMS_TO_PEER))
         self._users[peer] += 1
         taken = False

@@ -1,4 +1,4 @@
-"""Hashes by which a part of a shard can be verified without the rest of it. Pure.
+"""Hashes that verify a part of a shard without the rest of the shard. Pure.
 
 A shard is a file of tokens. It is cut into chunks of 64 KiB, and these into blocks of 8 KiB; the last ones may be
 shorter. The digest of a block is SHA-256 over its bytes, the digest of a chunk SHA-256 over the digests of its blocks,
@@ -8,8 +8,8 @@ no inner node passes for a block. Digests of blocks and chunks are cut to 16 byt
 other bytes with the digest of any block of a terabyte.
 
 The corpus card has the root. A file beside the shard has all digests: first those of the chunks, then those of the
-blocks, in order. To verify one block a reader needs the digests of all chunks (16 KiB for 64 MiB, once for a shard)
-and those of the blocks in its chunk (128 bytes).
+blocks, in order. To verify one block a reader needs the digests of all chunks (16 KiB for 64 MiB, once for a shard) and
+those of the blocks in its chunk (128 bytes).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ByteRange = tuple[int, int]  # half-open
 
 
 class BlockMismatch(Exception):
-    """Bytes that do not have the hash that the corpus card demands. Never leaves `data`."""
+    """Bytes whose hash differs from the one that the corpus card demands. Never leaves `data`."""
 
 
 def count_chunks(size: int) -> int:
@@ -45,12 +45,12 @@ def chunk_size(size: int, chunk: int) -> int:
 
 
 def chunk_digests_range(size: int) -> ByteRange:
-    """Return where the digests of all chunks are in the file of digests."""
+    """Return the byte range of the digests of all chunks in the file of digests."""
     return 0, count_chunks(size) * DIGEST_BYTES
 
 
 def block_digests_range(size: int, chunk: int) -> ByteRange:
-    """Return where the digests of a chunk's blocks are in the file of digests."""
+    """Return the byte range of the digests of a chunk's blocks in the file of digests."""
     start = count_chunks(size) * DIGEST_BYTES + chunk * (CHUNK_BYTES // BLOCK_BYTES) * DIGEST_BYTES
     return start, start + count_blocks(chunk_size(size, chunk)) * DIGEST_BYTES
 
@@ -68,13 +68,13 @@ def hash_block(block: bytes | memoryview) -> bytes:
 
 
 def hash_blocks(data: bytes | memoryview) -> bytes:
-    """Return the digests of all blocks of `data`, which starts at a block, one after the other."""
+    """Return the digests of all blocks of `data`, concatenated. `data` starts at a block boundary."""
     view = memoryview(data)
     return b"".join(hash_block(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
 
 
 def hash_chunk(block_digests: bytes) -> bytes:
-    """Return the digest of a chunk from those of its blocks."""
+    """Return the digest of a chunk from the digests of its blocks."""
     return hashlib.sha256(b"atoll chunk\0" + block_digests).digest()[:DIGEST_BYTES]
 
 
@@ -84,7 +84,7 @@ def hash_root(size: int, chunk_digests: bytes) -> str:
 
 
 def hash_shard(chunks: Iterable[bytes | memoryview]) -> tuple[str, bytes]:
-    """Return the root of a shard, and its file of digests. `chunks` are all of `CHUNK_BYTES` but the last."""
+    """Return the root of a shard, and its file of digests. All `chunks` but the last have `CHUNK_BYTES`."""
     size, chunk_digests, block_digests = 0, list[bytes](), list[bytes]()
     for chunk in chunks:
         if size % CHUNK_BYTES or len(chunk) > CHUNK_BYTES:
@@ -110,7 +110,7 @@ def check_block_digests(chunk_digest: bytes, block_digests: bytes) -> None:
 
 
 def wrong_blocks(data: bytes | memoryview, first: int, block_digests: bytes) -> Sequence[int]:
-    """Return which blocks of a chunk are not as their digests say.
+    """Return the numbers of blocks whose digest is wrong.
 
     `data` has whole blocks of the chunk from number `first` on; only the chunk's last block may be shorter.
     """

@@ -1,12 +1,12 @@
-"""Build a corpus: text of any size becomes shards, in bounded memory, on all cores, and goes on after a kill.
+"""Build a corpus: text of any size becomes shards, in bounded memory, on all cores; a killed build can be continued.
 
     plan       each source is divided into units, which are taken in an order that the seed permutes
     tokenise   workers write the tokens of each unit into a spill file
     shuffle    when a group of units is tokenised, workers write its documents, permuted by the seed, as shards
     finish     the card is written last; a directory without it is no corpus
 
-The result depends on the input, the spec and the tokenizer only: equal ones give equal bytes, with any number of
-workers and after any number of kills. This process reads no text and encodes none: it hands out tasks.
+The result depends on the input, the spec and the tokenizer only: if these are equal, so are all bytes, with any number
+of workers and after any number of kills. This process reads no text and encodes none: it hands out tasks.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is."""
+    """Progress of a build."""
 
     phase: str  # plan | tokenise
     bytes_done: int = 0  # of input, tokenised
     bytes_all: int = 0
-    bytes_earlier: int = 0  # of `bytes_done`: those that an earlier, interrupted build did
+    bytes_earlier: int = 0  # part of `bytes_done`: bytes that an earlier, interrupted build tokenised
     tokens: int = 0
     shards: int = 0  # complete
 
 
 @dataclass(frozen=True)
 class BuiltCorpus:
-    """A corpus that is complete."""
+    """A complete corpus."""
 
     card: CorpusCard
     digest: str
-    reports: dict[str, SourceReport]  # of each source
+    reports: dict[str, SourceReport]  # by source
 
 
 OnProgress = Callable[[BuildProgress], object]
@@ -75,7 +75,7 @@ def build_corpus(
     disk: Disk = OS_DISK,
     start_pool: StartPool = WorkerPool,
 ) -> BuiltCorpus:
-    """Build the corpus in `directory`, or go on where an earlier call stopped.
+    """Build the corpus in `directory`, or continue the build that an earlier call began.
 
     Raises `CorpusError`, `ConfigError`, `AlreadyExists`, `AlreadyRunning`, `DataDirUnusable`, `ChildDied`.
     """
@@ -96,7 +96,7 @@ def build_corpus(
         if _inputs_digest(plans) != inputs:
             raise CorpusError("the input files changed while they were read", "build again with --restart")
         data = build.card().to_json()
-        card = parse_card(data)  # checks what readers will check
+        card = parse_card(data)  # the checks that readers will make
         files.finish(data)
     return BuiltCorpus(card, card_digest(data), {it.name: it.report() for it in build.sources})
 
@@ -107,14 +107,17 @@ def _input_spec(source: BuildSource) -> InputSpec:
 
 
 def _check_place(source: BuildSource, directory: Path) -> None:
-    """Refuse to write into a directory that is read: the next start would find other input. Raises `CorpusError`."""
+    """Refuse to write into a directory that is read as input: a continued build would find more input.
+
+    Raises `CorpusError`.
+    """
     read = Path(source.path).expanduser()
     if source.source != "huggingface" and read.is_dir() and directory.resolve().is_relative_to(read.resolve()):
         raise CorpusError(f"{directory} is inside {read}, which is the text", "choose a directory elsewhere with --to")
 
 
 def _save_tokenizer(spec: BuildSpec, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:
-    """Write the tokenizer's files in a process of its own, whose memory is free afterwards."""
+    """Write the tokenizer's files in a separate process, so that its memory is free afterwards."""
     use = TokenizerUse(
         answers=spec.has_answers,
         pairs=any(source.prompt for source in spec.sources),
@@ -128,7 +131,7 @@ def _save_tokenizer(spec: BuildSpec, directory: Path, disk: Disk, start_pool: St
 
 
 def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) -> str:
-    """Identify what decides the corpus, but the input. The number of workers does not."""
+    """Return a digest of everything but the input that determines the corpus. The number of workers does not."""
     sources = [source.model_dump(mode="json", exclude={"path", *_unset(source)}) for source in spec.sources]
     named: dict[str, object] = {
         "order": spec.order,
@@ -145,12 +148,12 @@ def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) ->
 
 
 def _unset(source: BuildSource) -> list[str]:
-    """Return the keys of answers that a source does not have, so that builds of earlier releases go on."""
+    """Return the unset keys for answers. They are left out, so that builds of earlier releases can be continued."""
     return [key for key in ("messages", "prompt", "completion") if getattr(source, key) is None]
 
 
 def _inputs_digest(plans: list[Plan]) -> str:
-    """Identify the input by names, sizes and times of its files, and by its division into units."""
+    """Return a digest of the input: names, sizes and times of its files, and its division into units."""
     digest = hashlib.sha256()
     for plan in plans:
         for path in plan.files:
@@ -169,18 +172,18 @@ def _inputs_digest(plans: list[Plan]) -> str:
 
 @dataclass
 class _SourceBuild:
-    """One source while it is built."""
+    """The state of one source during the build."""
 
     number: int
     name: str
     path: str
     plan: Plan
-    order: list[int]  # its units as the build takes them
+    order: list[int]  # numbers of its units in the order in which the build takes them
     schedule: SourceSchedule
     open_groups: deque[OpenGroup] = field(default_factory=deque)
 
     def report(self) -> SourceReport:
-        """Say what was read and left out."""
+        """Return what was read and what was left out."""
         total = replace(self.plan.report)
         for group in self.schedule.groups:
             total.add(group.report)
@@ -197,7 +200,7 @@ class _SourceBuild:
 
 
 class _Build:
-    """Hands out the tasks of a build and keeps account of what is done."""
+    """Hands out the tasks of a build and records which are done."""
 
     def __init__(
         self,
@@ -221,7 +224,7 @@ class _Build:
         self._progress = replace(self._progress, bytes_earlier=self._progress.bytes_done)
 
     def run(self, pool: WorkerPool[Any]) -> None:
-        """Complete all groups. Raises what `build_corpus` raises."""
+        """Complete all groups. Raises the errors that `build_corpus` names."""
         for source in self.sources:
             self._open_groups(source)
         self._on_progress(self._progress)
@@ -254,7 +257,7 @@ class _Build:
         )
 
     def _open(self, number: int, plan: Plan) -> _SourceBuild:
-        """Begin a source, or go on with what is done of it."""
+        """Begin a source, or continue after its completed groups and units."""
         spec = self._spec.sources[number]
         units = len(plan.units)
         order = (
@@ -262,7 +265,7 @@ class _Build:
         )
         groups, spills = self._files.groups(spec.name), self._files.spills(spec.name)
         first_shard = 0
-        for group in groups:  # a kill may have come before these were deleted
+        for group in groups:  # a kill may have come before these files were deleted
             self._files.forget_units(spec.name, group, first_shard)
             first_shard += len(group.shards)
         schedule = SourceSchedule(units, self._limits, self._dtype.itemsize, self._shard_tokens, groups, spills)
@@ -282,7 +285,7 @@ class _Build:
         return self._spec.order == "shuffled"
 
     def _next_task(self) -> TokeniseUnit | WriteShard | None:
-        """Return the next task: a shard before a unit, so that spill files do not pile up."""
+        """Return the next task: shards before units, so that spill files do not accumulate."""
         if self._waiting:
             return self._waiting.popleft()
         for source in self.sources:

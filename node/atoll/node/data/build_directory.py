@@ -1,4 +1,4 @@
-"""The files of an unfinished build, in `.build` inside the corpus's directory, by which a killed build goes on.
+"""The files of an unfinished build, in `.build` inside the corpus's directory, from which a killed build is continued.
 
     .build/state.json            which build this is: digests of the spec and of the input
     .build/lock                  locked while a build runs
@@ -31,16 +31,16 @@ from atoll.node.data.source_report import SourceReport
 from atoll.node.data.spill import Spill, open_spill
 
 NAME = ".build"
-_DONE = ".build.done"  # what is left of `.build` beside a complete corpus
+_DONE = ".build.done"  # the rest of `.build` next to a complete corpus, before it is deleted
 _KINDS = ("units", "shards", "groups")
 _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 
 
 @dataclass(frozen=True)
 class BuildState:
-    """Which corpus a directory is being filled with."""
+    """Identity of the build that fills a directory."""
 
-    spec: str  # digest of all that decides the tokens, but the input
+    spec: str  # digest of everything but the input that determines the tokens
     inputs: str  # digest of the input files' names, sizes and times
     sources: tuple[str, ...]
 
@@ -58,7 +58,7 @@ class BuildDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this process. Raises `AlreadyExists`, `AlreadyRunning`, `DataDirUnusable`."""
+        """Hold the directory's lock for this process. Raises `AlreadyExists`, `AlreadyRunning`, `DataDirUnusable`."""
         with explained(self.corpus):
             self.corpus.mkdir(parents=True, exist_ok=True)
             if (self.corpus / _DONE).exists():
@@ -77,7 +77,7 @@ class BuildDirectory:
             os.close(lock)
 
     def open(self, state: BuildState, restart: bool) -> None:
-        """Begin, or go on with the same build. Raises `CorpusError` if an earlier build was of another corpus."""
+        """Begin, or continue the same build. Raises `CorpusError` if an earlier build here was of another corpus."""
         file = self._work / "state.json"
         if restart:
             self._delete_earlier()
@@ -101,7 +101,7 @@ class BuildDirectory:
         write_file(file, json.dumps(vars(state)).encode() + b"\n", self._disk)
 
     def staged_tokenizer(self) -> Path:
-        """Return an empty directory for the tokenizer's files, until it is clear that they are this build's."""
+        """Return an empty directory for the tokenizer's files, until it is clear that they belong to this build."""
         staged = self._work / TOKENIZER_DIRECTORY
         with explained(staged):
             shutil.rmtree(staged, ignore_errors=True)
@@ -121,20 +121,21 @@ class BuildDirectory:
         return directory
 
     def finish(self, card: bytes) -> None:
-        """Write the card, and delete what only the build needed. Raises `DataDirUnusable`."""
+        """Write the card, and delete the files that only the build needed. Raises `DataDirUnusable`."""
         write_file(self.corpus / CARD_NAME, card, self._disk)
         with explained(self._work):
-            self._disk.rename(self._work, self.corpus / _DONE)  # a kill while it is deleted leaves no half of a build
+            # renamed first: a kill during the deletion leaves no incomplete `.build`
+            self._disk.rename(self._work, self.corpus / _DONE)
             shutil.rmtree(self.corpus / _DONE)
 
     # --- units, shards and groups -----------------------------------------------------------------------
 
     def spill_path(self, source: str, unit: int) -> Path:
-        """Return where the tokens of a unit are kept."""
+        """Return the path of a unit's spill file."""
         return self._work / "units" / source / f"{unit:06d}.spill"
 
     def shard_path(self, source: str, shard: int) -> Path:
-        """Return where the description of a shard is kept until its group is complete."""
+        """Return the path of a shard's description, which is kept until its group is complete."""
         return self._work / "shards" / source / f"{shard:06d}.json"
 
     def spills(self, source: str) -> dict[int, Spill]:
@@ -161,7 +162,7 @@ class BuildDirectory:
             return Shard.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def write_group(self, source: str, number: int, group: DoneGroup) -> None:
-        """Note that a group is complete. Raises `DataDirUnusable`."""
+        """Record that a group is complete. Raises `DataDirUnusable`."""
         shards = [shard.model_dump(mode="json") for shard in group.shards]
         document = {**vars(group), "report": group.report.to_dict(), "shards": shards}
         write_file(self._group_path(source, number), json.dumps(document).encode(), self._disk)
@@ -217,7 +218,7 @@ class BuildDirectory:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Explain damage to what an earlier build wrote. Raises `DataDirUnusable`."""
+    """Report damaged files of an earlier build. Raises `DataDirUnusable`."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:

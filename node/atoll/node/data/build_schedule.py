@@ -1,9 +1,9 @@
-"""The order of a build's tasks, for one source: units are tokenised, groups of them become shards. Pure.
+"""The order of a build's tasks, for one source: units are tokenised, and groups of units become shards. Pure.
 
 A group is the shortest run of units that reaches one of the limits, so it depends on the units' contents and not on
-which worker ends first. Its shards are written as soon as its units are tokenised. Units run ahead of the group that
-is being completed by no more than there are workers, and by one group while shards are written: that bounds the space
-of spill files.
+which worker finishes first. Its shards are written as soon as its units are tokenised. Units run ahead of the group
+that is being completed by no more than there are workers, and by one group while shards are written: that bounds the
+space of spill files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atoll.node.data.spill import Spill
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that decide which documents are shuffled together. Other limits make another corpus."""
+    """Sizes that determine which documents are shuffled together. Other limits give another corpus."""
 
     unit_bytes: int = 16 << 20  # of input
     group_bytes: int = 1 << 30  # of tokens
@@ -70,7 +70,7 @@ class OpenGroup:
 
 
 class SourceSchedule:
-    """What is done of one source, and what comes next."""
+    """The completed work of one source, and its next tasks."""
 
     def __init__(
         self,
@@ -87,22 +87,22 @@ class SourceSchedule:
         self._limits = limits
         self._token_bytes = token_bytes
         self._shard_tokens = shard_tokens
-        self._first = self.groups[-1].end_unit if self.groups else 0  # of the units that are in no group yet
+        self._first = self.groups[-1].end_unit if self.groups else 0  # first unit that is in no group yet
         self._first_shard = sum(len(group.shards) for group in self.groups)
         self._number = len(self.groups)  # of the next group
         self._spills = {unit: spill for unit, spill in (spills or {}).items() if unit >= self._first}
         self._missing = iter([unit for unit in range(self._first, units) if unit not in self._spills])
 
     def next_unit(self) -> int | None:
-        """Return a unit to tokenise now, each once; None if all are given out."""
+        """Return the next unit to tokenise; None if all were returned before."""
         return next(self._missing, None)
 
     def unit_done(self, unit: int, spill: Spill) -> None:
-        """Note that a unit is tokenised."""
+        """Record that a unit is tokenised."""
         self._spills[unit] = spill
 
     def next_group(self) -> OpenGroup | None:
-        """Return the next group if all its units are tokenised, each once."""
+        """Return the next group if all its units are tokenised. Each group is returned once."""
         end = self._end_of_group()
         if end is None:
             return None
@@ -113,7 +113,7 @@ class SourceSchedule:
         return group
 
     def group_done(self, group: DoneGroup) -> None:
-        """Note that a group's shards are complete. Groups are noted in their order."""
+        """Record that a group's shards are complete. Must be called in the order of the groups."""
         self.groups.append(group)
 
     @property

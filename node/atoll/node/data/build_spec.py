@@ -26,7 +26,10 @@ SHARD_STEP_BYTES = 1 << 20  # a multiple of a chunk
 
 
 class BuildSource(Section):
-    """A named part of the corpus: where its text is, with the keys of `[data]` in a run spec, and of answers."""
+    """A named part of the corpus: where its text is.
+
+    It has the keys of `[data]` in a run spec, and keys for answers.
+    """
 
     name: str
     source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
@@ -80,7 +83,7 @@ class BuildSpec(Section):
 
     @property
     def has_answers(self) -> bool:
-        """True if a source does, so that the corpus has tokens that are input only."""
+        """True if any source has answers: then some tokens of the corpus are input only."""
         return any(source.has_answers for source in self.sources)
 
     @model_validator(mode="after")
@@ -111,7 +114,7 @@ class BuildSpec(Section):
 
 
 def parse_build_spec(text: str, where: str, directory: Path) -> BuildSpec:
-    """Parse and check TOML text; `directory` is that of its relative paths. Raises `BuildSpecError`."""
+    """Parse and check TOML text; relative paths in it are relative to `directory`. Raises `BuildSpecError`."""
     try:
         spec = BuildSpec.model_validate(tomllib.loads(text))
     except ValidationError as error:
@@ -132,7 +135,7 @@ def parse_build_spec(text: str, where: str, directory: Path) -> BuildSpec:
 
 
 def spec_of_one_source(path: str, values: Mapping[str, object]) -> BuildSpec:
-    """Return a spec with one source from values of a command line. Raises `BuildSpecError`."""
+    """Return a spec with one source from command-line options. Raises `BuildSpecError`."""
     of_source = {key: value for key, value in values.items() if key in BuildSource.model_fields}
     others = {key: value for key, value in values.items() if key not in of_source}
     try:

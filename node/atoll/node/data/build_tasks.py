@@ -1,4 +1,4 @@
-"""What worker processes of a build do: tokenise one unit, or write one shard. Tasks are sent to them as they stand."""
+"""Tasks of a build's worker processes: tokenise one unit, or write one shard. They are pickled and sent to workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SaveTokenizer:
     def __call__(self) -> CorpusTokenizer:
         saved = save_tokenizer(self.name, self.directory, self.disk, self.use)
         if self.use.answers:
-            load_example_encoder(saved)  # refuses what no worker could use
+            load_example_encoder(saved)  # refuses a tokenizer that no worker could use
         return saved
 
 

@@ -1,7 +1,7 @@
 """Opening of input files: plain, gzip or Zstandard, always as a stream in bounded memory.
 
 The name's suffix decides (`.gz`, `.zst`). Zstandard is read with pyarrow, which the extra `hf` installs. A compressed
-file that is cut short is an error: what it still holds is not what its author wrote.
+file that is cut short is an error: its author wrote more than it still contains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_compressed(path: str) -> bool:
 
 
 def format_of(head: bytes) -> str:
-    """Name the compressed or binary format that a file's first bytes tell; empty if none is known."""
+    """Return the name of the compressed or binary format that a file's first bytes show; empty if none is known."""
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
 
 

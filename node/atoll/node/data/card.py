@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atoll.core.errors import CorpusError
 from atoll.node.data.blocks import MAX_SHARD_BYTES
 
-if TYPE_CHECKING:  # a seed reads cards, and has no numpy
+if TYPE_CHECKING:  # a seed reads cards, but numpy is not installed there
     import numpy as np
     from numpy.typing import NDArray
 
@@ -78,7 +78,7 @@ class CardTokenizer(_Strict):
     """The tokenizer that made the tokens."""
 
     name: Annotated[str, Field(min_length=1, max_length=1024)]
-    digest: _Sha256  # of its behaviour, whatever its name (`Tokenizer.digest`)
+    digest: _Sha256  # of its behaviour, not of its name (`Tokenizer.digest`)
     vocabulary: Annotated[int, Field(ge=2, le=1 << 32)]
     separator: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=16, strict=False)]
     files: Annotated[tuple[TokenizerFile, ...], Field(max_length=len(TOKENIZER_FILES), strict=False)] = ()
@@ -89,10 +89,10 @@ class Shard(_Strict):
 
     tokens: Annotated[int, Field(ge=1)]
     documents: _Number
-    sha256: _Sha256  # of the file of tokens, for people and for `sha256sum`
-    root: _Sha256  # of its tree of hashes
+    sha256: _Sha256  # of the file of tokens, so that people can check it with `sha256sum`
+    root: _Sha256  # of the Merkle tree over the shard's blocks
     documents_sha256: _Sha256  # of the file of documents
-    targets: _Number | None = None  # tokens that are not input only, in a corpus with marks
+    targets: _Number | None = None  # number of tokens that are not input only; set in a corpus with marks
 
 
 class Source(_Strict):
@@ -119,12 +119,13 @@ class CorpusCard(_Strict):
     """A corpus. Make one with `CorpusCard(...)`, read one with `parse_card`."""
 
     format: Literal["atoll-corpus"] = "atoll-corpus"
-    version: Literal[1, 2] = 1  # 2: with marks, and with starts of documents in the tokens
+    version: Literal[1, 2] = 1  # 2: with marks, and with bits that mark starts of documents
     token_bytes: Literal[1, 2, 4]
     marks: bool = False  # the top bit of a token says: input only, not a target
     tokenizer: CardTokenizer
     sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=MAX_SOURCES, strict=False)]
-    left_out: dict[str, _Number] = {}  # what the build did not use, by kind: rows without text, lines that are no JSON
+    # input that the build did not use, by kind: rows without text, lines that are no JSON
+    left_out: dict[str, _Number] = {}
 
     @property
     def tokens(self) -> int:
@@ -147,12 +148,12 @@ class CorpusCard(_Strict):
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """Return the type of a stored token."""
-        import numpy as np  # here, because a seed has no numpy
+        import numpy as np  # imported here, because numpy is not installed on a seed
 
         return np.dtype(f"<u{self.token_bytes}")
 
     def to_json(self) -> bytes:
-        """Return the card's bytes, of which `card_digest` is the name of the corpus."""
+        """Return the card as JSON. `card_digest` of these bytes identifies the corpus."""
         values = self.model_dump(mode="json")
         if not self.marks:  # as earlier releases wrote it
             del values["marks"]
@@ -178,7 +179,7 @@ def start_bit(dtype: np.dtype[Any]) -> int:
 
 def count_marks(tokens: NDArray[Any]) -> int:
     """Count the stored tokens that are input only."""
-    import numpy as np  # as above
+    import numpy as np  # imported here as in `dtype`
 
     return int(np.count_nonzero(tokens & tokens.dtype.type(top_bit(tokens.dtype))))
 
@@ -191,17 +192,17 @@ class ShardName:
     number: int
 
     def path(self, suffix: Literal["tokens", "digests", "documents"]) -> str:
-        """Return the name of one of its files, relative to the corpus."""
+        """Return the path of one of the shard's files, relative to the corpus."""
         return f"{self.source}/{self.number:06d}.{suffix}"
 
 
 def card_digest(data: bytes) -> str:
-    """Return the digest by which a run names a card."""
+    """Return the digest by which a run spec names its corpus."""
     return hashlib.sha256(data).hexdigest()
 
 
 def parse_card(data: bytes, digest: str | None = None) -> CorpusCard:
-    """Read a card. Raises `CorpusError` for a forged or impossible one. `digest`: what the run demands."""
+    """Parse a card. Raises `CorpusError` for a forged or impossible one. `digest`: the one that the run demands."""
     if len(data) > MAX_CARD_BYTES:
         raise CorpusError(
             f"the corpus card is larger than {MAX_CARD_BYTES >> 20} MiB", "build the corpus with larger shards"
@@ -257,7 +258,7 @@ def _find_problem(card: CorpusCard) -> str:
 
 
 def first_windows(source: Source, sequence_length: int) -> Sequence[int]:
-    """Return the number of the first window of each shard, and last the number of all windows.
+    """Return the number of the first window of each shard, followed by the number of all windows.
 
     A window of `sequence_length` + 1 tokens lies in one shard: a shard of n tokens has (n − 1) // `sequence_length`.
     """
@@ -265,7 +266,7 @@ def first_windows(source: Source, sequence_length: int) -> Sequence[int]:
 
 
 def summary(card: CorpusCard) -> dict[str, object]:
-    """Return what `atoll data show` prints: a card without its shards."""
+    """Return the document that `atoll data show` prints: a card without its shards."""
     return {
         "tokens": card.tokens,
         "documents": card.documents,

@@ -1,12 +1,12 @@
-"""Conversations become text by a tokenizer's chat template (Jinja), with the places of the answers in it.
+"""Conversations become text by a tokenizer's chat template (Jinja), with the positions of the answers in the text.
 
-A template comes with a tokenizer, so it is code of a stranger. It runs in Jinja's sandbox and within limits of time,
-memory and output (`render_limits.py`). The clock and random numbers are not there: equal input gives equal text.
+A template comes with a tokenizer, so it is untrusted code. It runs in Jinja's sandbox and within limits of time, memory
+and output (`render_limits.py`). It has no clock and no random numbers: equal input gives equal text.
 
 Answers are what stands between the tags `generation` and `endgeneration`, if the template has them. Otherwise the
 answer of message i is what the render of the messages up to i has more than the render of those before i with the
-prompt for an answer. Both must be beginnings of the render of the whole conversation. White space that follows the
-last special token of an answer is the template's, and no part of the answer.
+prompt for an answer. Both must be beginnings of the render of the whole conversation. White space that follows the last
+special token of an answer is the template's, and no part of the answer.
 
 Noncharacters of Unicode, which input cannot contain, mark places while a template runs: the tags, and the inside of
 text that spells a special token.
@@ -32,7 +32,7 @@ MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 by
 MAX_MESSAGES = 1024
 RENDER_SECONDS = 5.0  # of the processor, to render a conversation or its beginning once
 CONVERSATION_SECONDS = 60.0  # of the processor, for all renders of one conversation
-MAX_RENDERED_CHARACTERS = 1 << 29  # in all renders of one conversation: there are two for each answer
+MAX_RENDERED_CHARACTERS = 1 << 29  # in all renders of one conversation: each answer needs two
 RENDER_BYTES = 256 << 20
 ASSISTANT = "assistant"
 MARKERS = "\ufdd0\ufdd1\ufdd2"
@@ -45,7 +45,7 @@ Message = Mapping[str, Any]
 
 
 class Unusable(Exception):
-    """A conversation of which the template makes no text with answers; the message says why."""
+    """A conversation that the template cannot render as text with answers; the message says why."""
 
 
 class TooLong(Exception):
@@ -54,7 +54,7 @@ class TooLong(Exception):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template, and what it needs of its tokenizer."""
+    """A chat template, and the facts about the tokenizer that rendering needs."""
 
     template: str
     variables: tuple[tuple[str, str], ...]  # bos_token, eos_token, …
@@ -66,7 +66,7 @@ class Rendered:
     """A conversation as text."""
 
     text: str
-    cuts: tuple[int, ...]  # characters inside text that spells a special token and is none
+    cuts: tuple[int, ...]  # characters inside text that spells a special token but must stay text
     answers: tuple[tuple[int, int], ...]  # characters [start, end) of each answer
 
 
@@ -74,7 +74,7 @@ class ChatTemplate:
     """A compiled template."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        """Raises `ConfigError` for a template that does not compile, or reaches for what it must not."""
+        """Raises `ConfigError` for a template that does not compile, or accesses private attributes."""
         self._chat = chat
         spelt = sorted((each for each in chat.special if len(each) > 1), key=len, reverse=True)
         begun = {each[:length] for each in spelt for length in range(1, len(each))}
@@ -88,7 +88,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {error}", "repair the template") from error
 
     def render(self, messages: Sequence[Message], place: Callable[[], str]) -> Rendered:
-        """Render a conversation, whose `place` errors name.
+        """Render a conversation. Error messages name it by `place`.
 
         Raises `Unusable`, `TooLong`, and `ConfigError` for a template that is harmful.
         """
@@ -114,12 +114,12 @@ class ChatTemplate:
             why = f"does what the sandbox forbids ({error})"
         except (Unusable, TooLong, ConfigError):
             raise
-        except Exception as error:  # a template's code raises what it likes
+        except Exception as error:  # a template's code can raise any exception
             raise Unusable(f"cannot be rendered by the chat template: {_sentence(error)}") from error
         raise ConfigError(f"the chat template {why} {when()}", _HARMFUL)
 
     def _protected(self, value: Any) -> Any:
-        """Mark text that spells a special token, or begins to at its end, so that no encoder takes it for one."""
+        """Mark text that spells a special token, or ends with the beginning of one, so that no encoder finds it."""
         if isinstance(value, str):
             return self._spelt.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
         if isinstance(value, Mapping):
@@ -155,7 +155,7 @@ class ChatTemplate:
         return Rendered(marked.text, tuple(self._cuts(marked)), tuple(answered))
 
     def _cuts(self, marked: _Marked) -> Iterator[int]:
-        """Yield the marked places inside text that spells a special token; what only begins like one is left whole."""
+        """Yield the marked positions inside text that spells a special token; the beginning of one alone is not cut."""
         places = marked.places(_CUT)
         for found in self._special.finditer(marked.text) if places else ():
             first = bisect_left(places, found.start() + 1)
@@ -163,7 +163,7 @@ class ChatTemplate:
                 yield places[first]
 
     def _spans(self, renders: _Renders, whole: _Marked) -> Iterator[tuple[int, int]]:
-        """Yield the places of answers by renders of the beginnings of the conversation."""
+        """Yield the positions of answers, found by rendering the beginnings of the conversation."""
         for number, message in enumerate(renders.messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -182,7 +182,7 @@ class ChatTemplate:
 
 
 class _Renders:
-    """Renders of the beginnings of one conversation, with a bound for all together."""
+    """Renders the beginnings of one conversation, with a limit on the sum of their time and length."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Renders:
         self._render, self._place, self._characters, self._began = render, place, 0, time.process_time()
 
     def until(self, number: int, prompt: bool = False) -> str:
-        """Render the messages before `number`. Raises `TooLong`, and `ConfigError` for a template without an end."""
+        """Render the messages before `number`. Raises `TooLong`, and `ConfigError` for a template that does not end."""
         text = self._render(self.messages[:number], prompt)
         if time.process_time() - self._began > CONVERSATION_SECONDS:
             why = (
@@ -208,7 +208,7 @@ class _Renders:
 
 
 class _Marked:
-    """Text with markers, and without."""
+    """Rendered text, with its markers and without them."""
 
     def __init__(self, marked: str) -> None:
         self.marked, self.text = marked, _MARKER.sub("", marked)
@@ -218,14 +218,14 @@ class _Marked:
         return [found.start() for found in _MARKER.finditer(self.marked)]
 
     def place(self, position: int) -> int:
-        """Return where a place of the marked text is in the text."""
+        """Convert a position in the marked text to a position in the text without markers."""
         return position - bisect_left(self._markers, position)
 
     def places(self, marker: str) -> list[int]:
         return [self.place(at) for at in self._markers if self.marked[at] == marker]
 
     def generated(self) -> list[tuple[int, int]]:
-        """Return what stands between the tags. Raises `Unusable` if they do not come in pairs."""
+        """Return the ranges between the tags. Raises `Unusable` if the tags do not come in pairs."""
         tags = [at for at in self._markers if self.marked[at] != _CUT]
         if "".join(self.marked[at] for at in tags) != (_START + _END) * (len(tags) // 2):
             raise Unusable("is rendered with generation tags that do not come in pairs")
@@ -238,7 +238,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _compile(source: str) -> tuple[Any, bool]:
-    """Compile a template in Jinja's sandbox, with what `transformers` gives templates, but no clock.
+    """Compile a template in Jinja's sandbox, with the functions that `transformers` gives templates, except the clock.
 
     Also return whether it has generation tags.
     """
@@ -274,7 +274,7 @@ def _compile(source: str) -> tuple[Any, bool]:
         raise TemplateError(message)
 
     def printable(value: Any) -> Any:
-        if callable(value) and not isinstance(value, Undefined):  # its text has an address: equal input, other text
+        if callable(value) and not isinstance(value, Undefined):  # its text has an address, which differs at each start
             raise TemplateError("writes a function")
         return value
 
@@ -311,4 +311,4 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return text.replace(json.dumps(_CUT)[1:-1], _CUT)  # a marker is no text
+    return text.replace(json.dumps(_CUT)[1:-1], _CUT)  # a marker must stay a single character

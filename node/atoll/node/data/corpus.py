@@ -2,7 +2,7 @@
 
 Documents are packed back to back. Window i covers tokens [i·T, i·T + T], so that inputs and targets are one token apart
 and nothing is padded. The last `validation_samples` windows are held out for validation. With a cache folder, the text
-is tokenised once, on all cores; later starts map the tokens (`token_cache.py`) and do not read them all
+is tokenised once, on all cores; later starts map the tokens (`token_cache.py`) without reading all of them
 (`digest_records.py`). Without one, a small corpus is in memory, and a large one in an unlinked file. `digest`
 identifies tokens, tokenizer and cut. A node with another corpus would train something else under the same sample
 numbers; comparing digests excludes it.
@@ -54,8 +54,8 @@ from atoll.node.data.unit_workers import tokenised_units
 from atoll.node.model.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
-CACHE_VERSION = 1  # of the tokens: raise it when equal text gives other tokens
-WORKERS_FROM_BYTES = 64 << 20  # of input; less is tokenised in this process
+CACHE_VERSION = 1  # of the tokens: raise it when equal text is tokenised differently
+WORKERS_FROM_BYTES = 64 << 20  # of input; smaller input is tokenised in this process
 BYTE_WORKERS_FROM_BYTES = 1 << 30  # the same for the byte tokenizer, which is as fast as a disk
 UNITS_PER_WORKER = 4  # at least, so that all workers end at about the same time
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
@@ -68,7 +68,8 @@ _log = log.get("data")
 class Corpus:
     """The tokens of a run, and how they are cut into windows."""
 
-    tokens: NDArray[Any]  # 1-D; unsigned and as narrow as the vocabulary allows, or as a file of tokens has them
+    # 1-D; unsigned and as narrow as the vocabulary allows, or of the type that a file of tokens has
+    tokens: NDArray[Any]
     tokenizer: Tokenizer
     sequence_length: int
     validation_samples: int
@@ -91,13 +92,13 @@ class Corpus:
         return self._order.window(sample)
 
     def follow(self, ranges: Sequence[SampleRange]) -> None:
-        """Hear what is trained next. All of it is here already."""
+        """Ignore which samples are trained next: a local corpus has all of them."""
 
     def close(self) -> None:
-        """End nothing: no thread reads a local corpus."""
+        """Do nothing: a local corpus has no threads."""
 
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
-        """Return windows by number, [B, T+1]; what starts documents or is no target is marked (`documents.py`)."""
+        """Return windows by number, [B, T+1], with marks at starts of documents and at non-targets (`documents.py`)."""
         length = self.sequence_length
         rows = [self.tokens[index * length : index * length + length + 1] for index in indices]
         windows_BT = np.stack(rows).astype(np.int64)
@@ -198,7 +199,7 @@ def _cached(
     on_progress: OnProgress,
     cpu_threads: int,
 ) -> tuple[CachedTokens, str]:
-    """Map the tokens and return them with the corpus's digest. A file whose checksum is wrong is built again."""
+    """Map the tokens and return them with the corpus's digest. A file with a wrong checksum is built again."""
     key = cache_key(source, plan, tokenizer)
 
     def build(write: Callable[[Bytes], object], folder: Path) -> SourceReport:
@@ -221,7 +222,7 @@ def _cached(
 
 
 def cache_key(source: InputSpec, plan: Plan, tokenizer: Tokenizer) -> str:
-    """Hash of everything that the tokens depend on: input files, as the file system tells them, and the tokenizer.
+    """Hash of everything that the tokens depend on: input files, by path, size, time and inode, and the tokenizer.
 
     Raises `CorpusError`.
     """
@@ -292,7 +293,7 @@ def pack(
         with file:  # unlinked from the start; the map keeps its space alive
             file.flush()
             return np.memmap(file, dtype=dtype, mode="r")
-    except OSError as error:  # the readers convert theirs
+    except OSError as error:  # errors of reading were converted by the readers
         raise CorpusError(
             f"cannot write tokens to {tempfile.gettempdir()}: {error.strerror or error}",
             "free space there, or set TMPDIR to a folder with more",
@@ -310,7 +311,8 @@ def _digest_once(
 ) -> str:
     """Return the corpus's digest: from a record in `folder` if this file was read before, or by reading all of it.
 
-    `checksum`: the CRC-32 that the tokens should have, if it is known. Returns an empty string if it is another.
+    `checksum`: the CRC-32 that the tokens should have, if it is known. Returns an empty string if the tokens have
+    another checksum.
     """
     record = None if folder is None else DigestRecord(folder, tokens, _named(spec, tokenizer), own=checksum is not None)
     if record is not None and (recorded := record.read()) is not None:

@@ -33,7 +33,7 @@ def read_card(directory: Path) -> tuple[CorpusCard, bytes]:
 
 
 def fetch_card(place: str) -> tuple[CorpusCard, bytes]:
-    """Read the card of a corpus in a directory or behind a URL. Raises `Unreachable` and those of `read_card`."""
+    """Read the card of a corpus in a directory or behind a URL. Raises `Unreachable`, and errors of `read_card`."""
     if not place.startswith(_URLS):
         return read_card(Path(place).expanduser())
     url = f"{place.rstrip('/')}/{CARD_NAME}"
@@ -49,7 +49,7 @@ def fetch_card(place: str) -> tuple[CorpusCard, bytes]:
 
 
 def open_tokenizer(directory: Path, card: CorpusCard) -> Tokenizer:
-    """Load the tokenizer that a corpus brings along. Raises `CorpusError`, `ConfigError`."""
+    """Load the tokenizer that a corpus contains. Raises `CorpusError`, `ConfigError`."""
     tokenizer = open_saved(card.tokenizer, directory / TOKENIZER_DIRECTORY)
     if tokenizer.digest != card.tokenizer.digest:
         raise CorpusError(

@@ -7,8 +7,8 @@ A member asks another for one of four things, each of which has a bound and can 
 - the digests of the blocks of one chunk, against the chunk's digest;
 - blocks of one chunk, against their digests.
 
-Any other path or range is nothing of a corpus. So a path from a peer never reaches the file system: names of files are
-made from the card.
+Requests for any other path or range are refused. So a path from a peer never reaches the file system: names of files
+are made from the card.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Blocks:
 
     @property
     def first(self) -> int:
-        """The first block, counted in its chunk."""
+        """Number of the first block, counted from the start of its chunk."""
         return self.start % CHUNK_BYTES // BLOCK_BYTES
 
 
@@ -114,7 +114,7 @@ def path_and_bytes(wanted: CorpusRange) -> tuple[str, int, int]:
 
 
 class CorpusTable:
-    """The facts of a card that verify its files, in about 40 bytes a shard: a parsed card is much larger."""
+    """The parts of a card that verify its files, in about 40 bytes a shard: a parsed card is much larger."""
 
     def __init__(self, card: CorpusCard, digest: str, card_bytes: int) -> None:
         self.token_bytes = card.token_bytes
@@ -138,7 +138,7 @@ class CorpusTable:
         return [self._shard(source, number) for source, sizes in self._sizes.items() for number in range(len(sizes))]
 
     def range_of(self, path: str, start: int, stop: int) -> CorpusRange | None:
-        """Return the range that these bytes of a file are; None if no reader of a corpus asks for them."""
+        """Return the range for these bytes of a file; None if no reader of a corpus would ask for them."""
         if not 0 <= start < stop or len(path) > MAX_PATH_BYTES:
             return None
         if (file := self.files.get(path)) is not None:

@@ -1,8 +1,8 @@
 """The tokenizer of a corpus as files beside it, and as worker processes load it.
 
-`save_tokenizer` writes the files that the card lists, without what depends on where the tokenizer came from, and checks
-that they encode as the original does. Workers read `tokenizer.json` with the Rust library alone: `transformers` imports
-torch, which takes 200 MB in each process.
+`save_tokenizer` writes the files that the card lists, without fields that depend on where the tokenizer came from, and
+checks that they encode as the original does. Workers read `tokenizer.json` with the Rust library alone: `transformers`
+imports torch, which takes 200 MB in each process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ORIGIN_KEYS = frozenset({"is_local", "local_files_only", "name_or_path", "_comm
 
 @dataclass(frozen=True)
 class TokenizerUse:
-    """What a build needs of a tokenizer besides its tokens."""
+    """Features that a build needs from a tokenizer in addition to tokens."""
 
     answers: bool = False  # instruction data
     pairs: bool = False  # prompts with completions, which end with the separator
     chat: bool = False  # conversations
-    template: str | None = None  # instead of the tokenizer's own
+    template: str | None = None  # replaces the tokenizer's own template
 
 
 NO_ANSWERS = TokenizerUse()
@@ -48,7 +48,7 @@ class CorpusTokenizer:
     card: CardTokenizer
     directory: Path
     special: tuple[int, ...]  # numbers of its special tokens
-    rust: bool  # its tokenizer.json says all
+    rust: bool  # its tokenizer.json alone determines the encoding
     chat: ChatFormat | None = None
 
 
@@ -91,7 +91,7 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, disk: Disk = OS_DISK)
 
 
 def _chat_format(tokenizer: Tokenizer, template: str | None) -> ChatFormat:
-    """Return how conversations are written; a template from outside becomes the tokenizer's own."""
+    """Return the format of conversations. A template that is passed in replaces the tokenizer's own."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         if template is None:
             raise _no_template(tokenizer.name)
@@ -119,7 +119,7 @@ def _no_template(name: str) -> ConfigError:
 
 
 def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:
-    """Load the tokenizer of a corpus that may come from elsewhere. The caller compares its digest.
+    """Load the tokenizer of a corpus that may be another machine's. The caller compares its digest.
 
     Raises `ConfigError`.
     """
@@ -130,7 +130,7 @@ def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def load_saved(saved: CorpusTokenizer) -> Tokenizer:
-    """Load a tokenizer that `save_tokenizer` has written; again the same one in the same process."""
+    """Load a tokenizer that `save_tokenizer` has written. Repeated calls in a process return the same object."""
     if not saved.card.files:
         return ByteTokenizer()
     return RustTokenizer(saved) if saved.rust else load_tokenizer(str(saved.directory))
@@ -155,7 +155,7 @@ class RustTokenizer(HuggingFaceTokenizer):
 
 
 class _Library:
-    """What `HuggingFaceTokenizer` and the encoders use of `transformers`."""
+    """The part of the `transformers` interface that `HuggingFaceTokenizer` and the encoders use."""
 
     def __init__(self, saved: CorpusTokenizer) -> None:
         self._directory = saved.directory
@@ -178,12 +178,12 @@ class _Library:
 def _rust_digest(directory: Path, card: CardTokenizer) -> str:
     try:
         return RustTokenizer(CorpusTokenizer(card, directory, (), True)).digest
-    except Exception:  # the library raises `Exception` itself, as for parts that are written in Python
+    except Exception:  # the library raises plain `Exception`, for example for parts that are written in Python
         return ""
 
 
 def _write(tokenizer: Tokenizer, directory: Path, disk: Disk) -> tuple[TokenizerFile, ...]:
-    """Write the files whose names a card may list, each the same wherever the tokenizer came from."""
+    """Write the files whose names a card may list, with the same bytes wherever the tokenizer came from."""
     files = []
     with explained(directory), tempfile.TemporaryDirectory(prefix="atoll-tokenizer-") as folder:
         directory.mkdir(parents=True, exist_ok=True)

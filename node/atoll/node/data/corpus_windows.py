@@ -1,4 +1,4 @@
-"""The windows of a corpus of shards for one run: where each is, which are held out, and the order of the others.
+"""The windows of a corpus of shards for one run: their positions, the held-out ones, and the order of the others.
 
 Window numbers go through the sources in the order of the card, and in a source through its shards. A window lies in one
 shard, and in one unit of the order of samples (`data/sample_order.py`): the last window of a unit begins one token
@@ -28,7 +28,7 @@ from atoll.node.data.source_deal import WeighedSources, apportion
 
 
 class CorpusWindows:
-    """Samples are numbers of trained windows in their order; windows are numbered as they lie in the corpus."""
+    """Samples number the trained windows in order of training; windows are numbered by position in the corpus."""
 
     def __init__(self, card: CorpusCard, card_digest: str, section: DataSection, seed: int) -> None:
         """Raises `CorpusError` if the corpus is too small for the run, or the run's mixture does not fit it."""
@@ -77,7 +77,7 @@ class CorpusWindows:
                 )
 
     def _cut_into_units(self, group: Sequence[int], trained: Sequence[Sequence[int]]) -> SourceWindows:
-        """Cut the trained windows of some sources, as one."""
+        """Cut the trained windows of some sources into units, as if they were one source."""
         tokens = sum(self.card.sources[number].tokens for number in group)
         windows = [count for number in group for count in trained[number]]
         return cut_into_units(windows, tokens * self.card.token_bytes, self.window_bytes)
@@ -86,7 +86,7 @@ class CorpusWindows:
         return self._source_starts[-1]
 
     def window(self, sample: int) -> int:
-        """Return the window of sample number `sample`."""
+        """Return the number of the window that sample number `sample` is."""
         group, member, window = self._order.place(sample)
         source, shard = self._members[group][member]
         return self._source_starts[source] + self._shard_starts[source][shard] + window
@@ -107,7 +107,7 @@ class CorpusWindows:
         return source, shard, first * size, (first + self.sequence_length + 1) * size
 
     def pieces_of(self, samples: Iterable[int]) -> Sequence[Piece]:
-        """Return runs of blocks that these samples need, in the order of the first need of their chunk."""
+        """Return the ranges of blocks that these samples need, ordered by the first sample that needs their chunk."""
         needed: dict[tuple[int, int, int], set[int]] = {}
         for sample in samples:
             source, shard, start, stop = self.place(self.window(sample))
@@ -140,7 +140,7 @@ def mixture_stages(card: CorpusCard, section: DataSection, windows: Sequence[int
 
 
 def held_out(windows: Sequence[int], weights: Sequence[float], samples: int) -> Sequence[int]:
-    """Return how many windows of each source are held out: `samples` in all, by weight (largest remainder)."""
+    """Return the number of held-out windows of each source: `samples` in all, by weight (largest remainder)."""
     return [min(count, there) for count, there in zip(apportion(weights, samples), windows, strict=True)]
 
 
@@ -151,7 +151,7 @@ def _without_last(starts: Sequence[int], held_out: int) -> tuple[int, ...]:
 
 
 def _digest(card: str, section: DataSection, stages: Sequence[WeighedSources], held_out: Sequence[int]) -> str:
-    """Identify tokens, their cut into windows, and their order; nodes of one run must agree on it."""
+    """Return a digest of the tokens, their windows and their order; it must be equal on all nodes of a run."""
     named = {
         "card": card,
         "sequence_length": section.sequence_length,

@@ -1,4 +1,4 @@
-"""What a node has read of its training text, and from where, for `atoll status` and metrics."""
+"""Counts of the training text that a node has read, by place, for `atoll status` and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BlockCounts(NamedTuple):
-    """Blocks by the place that they were read from. One that is still in memory does not count again."""
+    """Blocks by the place that they were read from. A repeated read from memory does not count."""
 
     cache: int = 0  # of this node, on disk
     directory: int = 0  # of the node's owner
@@ -16,12 +16,12 @@ class BlockCounts(NamedTuple):
 
 
 class MirrorReport(NamedTuple):
-    """What one mirror gave, and why it fails now."""
+    """Bytes that one mirror gave, and why it fails now."""
 
     name: str
     kind: str
-    bytes: int  # verified
-    problem: str  # empty: it works
+    bytes: int  # verified bytes
+    problem: str  # empty while it works
 
 
 NO_BLOCKS = BlockCounts()

@@ -1,8 +1,8 @@
-"""Digests of files of tokens that were read whole once, so that a node that starts again need not read them again.
+"""Digests of files of tokens that were read whole once, so that a restarted node need not read them again.
 
-A record holds for one state of a file: its place on disk, its size and its times. A file that anybody has written to
-has another state, and is read again. Files of an owner are recorded only when nobody has written to them for a minute:
-times of a file that is being written may stand still. Damage of a disk that changes no time is not noticed.
+A record holds for one state of a file: its place on disk, its size and its times. A file that was written to has
+another state, and is read again. Files of an owner are recorded only when nobody has written to them for a minute: the
+times of a file may not change at each write. Damage of a disk that changes no time is not noticed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _log = log.get("data")
 
 
 class DigestRecord:
-    """The record of one file in a folder. Tokens that are not in a file have none."""
+    """The record of one file in a folder. Tokens that are not mapped from a file have no record."""
 
     def __init__(self, folder: Path, tokens: NDArray[Any], what: bytes, *, own: bool) -> None:
-        """`what` names what is made of the tokens; `own`: nobody but this program writes the file.
+        """`what` names the use of the tokens (tokenizer and cut); `own`: only this program writes the file.
 
         Raises `DataDirUnusable` for the folder.
         """
@@ -75,5 +75,5 @@ def _state(tokens: NDArray[Any], what: bytes, quiet_seconds: float) -> str | Non
     if time.time() - max(found.st_mtime, found.st_ctime) < quiet_seconds:
         return None
     state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    cut = (tokens.dtype.str, len(tokens), tokens.offset)  # another file may say it
+    cut = (tokens.dtype.str, len(tokens), tokens.offset)  # another file may have equal tokens at another offset or type
     return hashlib.sha256(repr((state, cut, what)).encode()).hexdigest()

@@ -4,8 +4,8 @@ A document ends with the tokenizer's separator. In a corpus of instruction data 
 there a bit of each token tells whether a document starts (`data/card.py`).
 
 In windows, the first token of a document has `DOCUMENT_START` added. A token that is an input but no target is its
-bitwise complement, which is negative. So is the first token of each document: nothing before it in its window says what
-it is. A window's first token is never a target, and always starts a document.
+bitwise complement, which is negative. So is the first token of each document: no earlier token of its document is in
+the window. A window's first token is never a target, and always starts a document.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -43,7 +43,7 @@ def document_separator(section: DataSection, tokenizer: Tokenizer) -> int | None
 
 
 def check_separated(tokens: NDArray[Any], separator: int, where: str) -> None:
-    """Raise `CorpusError` if a file of tokens has no separator at all: all of it would be one document."""
+    """Raise `CorpusError` if a file of tokens has no separator: it would be a single document."""
     for start in range(0, len(tokens), _SEARCHED_TOKENS):
         if (tokens[start : start + _SEARCHED_TOKENS] == separator).any():
             return
@@ -54,13 +54,13 @@ def check_separated(tokens: NDArray[Any], separator: int, where: str) -> None:
 
 
 def starts_after(windows_BT: NDArray[np.int64], separator: int) -> NDArray[np.bool_]:
-    """Tell where documents start in windows [B, T+1] without marks: after each separator."""
+    """Return where documents start in windows [B, T+1] of a corpus without marks: after each separator."""
     starts_BT = np.zeros(windows_BT.shape, dtype=np.bool_)
     starts_BT[:, 1:] = windows_BT[:, :-1] == separator
     return starts_BT
 
 
 def mark_starts(windows_BT: NDArray[np.int64], starts_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Write into windows [B, T+1] where documents start, which is no target."""
+    """Mark in windows [B, T+1] where documents start; these tokens are not targets."""
     tokens_BT = windows_BT ^ (windows_BT >> 63)
     return np.where(starts_BT, ~(tokens_BT | DOCUMENT_START), windows_BT)

@@ -1,7 +1,7 @@
 """Files of a corpus that appear whole or not at all: written under another name, made durable, renamed.
 
 The name of an unfinished file begins with a dot and ends in `.tmp`. `remove_unfinished` deletes what a killed build
-left. A full disk raises `DataDirUnusable`: nothing is lost but the file that was being written.
+left. A full disk raises `DataDirUnusable`; only the file that was being written is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GO_ON = "run the same command again: it goes on where it stopped"
 
 @contextmanager
 def new_file(path: Path, disk: Disk = OS_DISK) -> Iterator[File]:
-    """Write `path` so that it has all bytes or does not exist, also after a power cut. Raises `DataDirUnusable`."""
+    """Write `path` so that it is complete or does not exist, also after a power cut. Raises `DataDirUnusable`."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
         file = disk.create(temporary)

@@ -1,4 +1,4 @@
-"""Encoding of text with a Hugging Face tokenizer so that text is always text.
+"""Encoding of text with a Hugging Face tokenizer so that text never becomes a special token.
 
 The Rust library behind most tokenizers encodes many texts at once. Text that spells a special token ("<|endoftext|>")
 becomes ordinary tokens: only the end of a document is the separator. Tokenizers without the library encode one by one.
@@ -27,7 +27,7 @@ class Encoding:
 
     start: int
     stop: int
-    parts: tuple[tuple[int, Any], ...]  # offset in the document, and the library's encoding from there
+    parts: tuple[tuple[int, Any], ...]  # offset in the document, and the library's encoding of the text from there on
 
     @cached_property
     def ids(self) -> NDArray[np.uint32]:
@@ -42,14 +42,14 @@ class Encoding:
         return int(self._firsts[-1])
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return the characters [start, end) of the document that a token stands for."""
+        """Return the characters [start, end) of the document that a token encodes."""
         part, inside = self._locate(index)
         offset, encoding = self.parts[part]
         start, end = encoding.token_to_chars(inside) or (0, 0)
         return offset + start, offset + end
 
     def word(self, index: int) -> tuple[int, int | None]:
-        """Return the number of the word (pre-token) that holds a token."""
+        """Return the part, and the number of the word (pre-token) that contains a token."""
         part, inside = self._locate(index)
         return part, self.parts[part][1].token_to_word(inside)
 
@@ -85,8 +85,8 @@ class FastEncoder:
     def __init__(self, description: str, separator: Sequence[int], model: str, longest_piece: int) -> None:
         """`description`: the library's JSON; `separator`: tokens that end a document.
 
-        `model` is the description's kind of model; `longest_piece` has the characters of a Unigram model's longest
-        piece.
+        `model` is the description's kind of model; `longest_piece` is the number of characters of a Unigram model's
+        longest piece.
         """
         from tokenizers import Tokenizer
 
@@ -135,7 +135,7 @@ class FastEncoder:
         return any(bool((ids == number).any()) for number in self._separator)
 
     def _without_separator(self, offset: int, text: str, encoding: Any) -> list[tuple[int, Any]]:
-        """Cut the text inside every place that spells the separator, and encode the parts on their own.
+        """Cut the text inside every separator spelling, and encode the parts separately.
 
         A vocabulary can hold the separator's spelling as an ordinary word (WordLevel and Unigram do).
         """
@@ -147,7 +147,7 @@ class FastEncoder:
             at = text.find(spelling, start, end) if len(spelling) > 1 else -1
             if at >= 0:
                 cuts.append(at + 1)
-        if len(cuts) == 1:  # it stands for other text: the unknown token of some vocabularies
+        if len(cuts) == 1:  # the token encodes other text: it is the unknown token of some vocabularies
             return [(offset, encoding)]
         parts: list[tuple[int, Any]] = []
         for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
@@ -174,10 +174,10 @@ class SlowEncoder:
 
 @lru_cache(maxsize=2)
 def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
-    """Return the fastest encoder for a tokenizer; the same one for the same object: to make one takes up to 1 s."""
+    """Return the fastest encoder for a tokenizer. It is cached for each object, because making one takes up to 1 s."""
     try:
         return FastEncoder.of(tokenizer.rust_description(), tokenizer.separator, tokenizer.library.all_special_ids)
-    except Exception:  # the library raises `Exception` itself for parts that are written in Python
+    except Exception:  # the library raises plain `Exception` for parts that are written in Python
         return SlowEncoder(tokenizer.library)
 
 

@@ -1,4 +1,4 @@
-"""Instruction data becomes tokens of which those of the answers are targets, and all others are input only.
+"""Instruction data becomes tokens: tokens of answers are targets, and all others are input only.
 
 The text of an example is tokenised once, as a whole. A token is a target if any character that it stands for is in an
 answer. So a token that begins before an answer and reaches into it is a target, as is one that reaches beyond it.
@@ -34,10 +34,10 @@ _UNUSABLE_REMEDY = "leave that conversation out, or name another template with c
 
 @dataclass(frozen=True)
 class ExampleLength:
-    """What to do with long examples."""
+    """How to treat long examples."""
 
     longest: int | None = None  # tokens; None: examples are whole
-    cuts: bool = False  # cut longer ones at the end; else they are left out
+    cuts: bool = False  # cut longer examples at the end; otherwise they are left out
 
 
 WHOLE_EXAMPLES = ExampleLength()
@@ -54,7 +54,7 @@ class ExampleEncoder:
     """Encodes conversations, and prompts with completions."""
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
-        """Raises `ConfigError` for a tokenizer that tells no places of tokens, and a template that does not compile."""
+        """Raises `ConfigError` for a tokenizer without token positions, and for a template that does not compile."""
         self.tokenizer = tokenizer
         self._fast = None if isinstance(tokenizer, ByteTokenizer) else _fast_encoder(tokenizer)
         self._template = ChatTemplate(chat) if chat is not None else None
@@ -136,7 +136,7 @@ def _bad(example: Pair | Conversation, why: str) -> Bad:
 def _kept(
     encoded: Encoded, length: ExampleLength, example: Pair | Conversation, report: SourceReport
 ) -> Encoded | None:
-    """Return what is used of an example; None, and counted, if nothing is."""
+    """Return the used part of an example; if no part is used, count it and return None."""
     if not encoded.is_target.any():
         report.count_example("unanswered_examples", example.place)
         return None
@@ -158,7 +158,7 @@ def stored(tokens: NDArray[Any], input_only: NDArray[np.bool_]) -> NDArray[Any]:
 
 @lru_cache(maxsize=1)
 def load_example_encoder(saved: CorpusTokenizer) -> ExampleEncoder:
-    """Load the encoder of a tokenizer that `save_tokenizer` has written; again the same one in the same process."""
+    """Load the encoder of a tokenizer that `save_tokenizer` has written. Repeated calls return the same object."""
     return ExampleEncoder(load_saved(saved), saved.chat)
 
 
@@ -169,7 +169,7 @@ def _fast_encoder(tokenizer: Tokenizer) -> FastEncoder:
             f"tokenizer {tokenizer.name!r} does not tell which text a token stands for, so no answer can be found",
             "use a tokenizer of the tokenizers library, which has a tokenizer.json",
         )
-    # no post-processor: some leave out the spaces around a token where they tell its characters
+    # no post-processor: some do not count the spaces around a token as its characters
     return encoder.with_description(json.dumps(json.loads(encoder.description) | {"post_processor": None}))
 
 
@@ -181,7 +181,7 @@ def _recognising_special_tokens(encoder: FastEncoder) -> Any:
 
 def _bytes(text: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     data = np.frombuffer(text.encode(), dtype=np.uint8)
-    starts = np.cumsum((data & 0xC0) != 0x80) - 1  # bytes that go on with a character begin with the bits 10
+    starts = np.cumsum((data & 0xC0) != 0x80) - 1  # UTF-8 continuation bytes begin with the bits 10
     return data, np.stack([starts, starts + 1], axis=1)
 
 
@@ -191,7 +191,7 @@ def _spans(offset: int, encoding: Any) -> NDArray[np.int64]:
 
 
 def _reach_into(answers: Iterable[tuple[int, int]], spans: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which tokens stand for a character of an answer; one of no characters counts as the next one."""
+    """Return which tokens contain a character of an answer; an empty token counts as the character after it."""
     starts, ends = spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
     found = np.zeros(len(spans), dtype=np.bool_)
     for start, end in answers:

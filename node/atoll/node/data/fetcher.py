@@ -1,10 +1,10 @@
-"""Verified reads from several mirrors: the fastest first, a second one when it is slow, others when it fails or lies.
+"""Verified reads from several mirrors: the fastest first, another one if it is slow, fails or sends wrong bytes.
 
 A read that lasts longer than a mirror's usual time is *hedged*: a second mirror is asked as well, and the first answer
 with the right hash counts (Dean & Barroso 2013, "The Tail at Scale"). A mirror that fails rests for a time that doubles
 with each failure; one that sent bytes with another hash rests longer. A mirror that lacks some bytes is left out of
-that read alone, for a while. If all fail, the read goes on until `patience` ends: a home line is away for minutes at
-times, and a node should wait for it.
+that read only, for a while. If all fail, the read is retried until `patience` ends: a home connection can fail for
+minutes, and a node should wait for it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from atoll.node.data.mirror_health import FORGET_SECONDS, Absences, MirrorHealth
 from atoll.node.data.mirrors import BlockAbsent, Cancelled, Kind, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
-_ATTEMPT_SECONDS = 120.0  # for a short answer; a slower one counts as a failure
-_SLOWEST_BYTES_PER_SECOND = 20_000.0  # of a long one
-_LIKELY_WHOLE_BYTES = 8 << 20  # of a file of unknown size
-_HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
+_ATTEMPT_SECONDS = 120.0  # for a short answer; a slower answer counts as a failure
+_SLOWEST_BYTES_PER_SECOND = 20_000.0  # rate of a long answer, below which it counts as a failure
+_LIKELY_WHOLE_BYTES = 8 << 20  # assumed size of a file of unknown size
+_HEDGE_SECONDS = 1.0  # added to the usual time, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
 _ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
 
@@ -38,7 +38,7 @@ Read = Callable[[Mirror, Cancelled], bytes]
 
 @dataclass(frozen=True)
 class Fetched:
-    """Verified bytes, and the kind of mirror that gave them."""
+    """Verified bytes, and the kind of mirror that sent them."""
 
     data: bytes
     kind: Kind
@@ -68,7 +68,7 @@ class Fetcher:
         patience: timedelta = PATIENCE,
         on_trouble: OnTrouble = no_trouble_callback,
     ) -> None:
-        """`mirrors` are at least one, preferred ones first. `patience` and `on_trouble` hold until `opened`."""
+        """`mirrors`: at least one, preferred ones first. `patience` and `on_trouble` apply until `opened` is called."""
         if not mirrors:
             raise ValueError("a fetcher needs a mirror")
         self.mirrors = tuple(MirrorHealth(mirror) for mirror in mirrors)
@@ -86,7 +86,7 @@ class Fetcher:
 
     @property
     def prefers_local(self) -> bool:
-        """True if the next read is from a directory of this machine."""
+        """True if the next read will use a directory of this machine."""
         now = self._clock.monotonic()
         return any(health.local and health.rests_until <= now for health in self.mirrors)
 
@@ -97,25 +97,25 @@ class Fetcher:
 
     @property
     def trouble(self) -> str:
-        """Why nothing, or something, cannot be read now; empty while some mirror gives all that is read."""
+        """Why some read fails now; empty while some mirror works and has all the bytes that are read."""
         if all(health.failures for health in self.mirrors):
             return "; ".join(health.last_problem for health in self.mirrors)
         with self._lock:
             return next(iter(self._lacking.values()), "")
 
     def opened(self) -> None:
-        """From now on reads are those of training, which tells its trouble itself."""
+        """Use the default patience for the reads of training, which reports trouble itself."""
         self._patience, self._on_trouble = PATIENCE.total_seconds(), no_trouble_callback
 
     def close(self) -> None:
-        """Let all reads end soon, with `Unreachable`, and end the connections."""
+        """Make all reads end soon with `Unreachable`, and close the connections."""
         self._closed = True
         for health in self.mirrors:
             health.mirror.close()
 
     @contextmanager
     def impatient(self, seconds: float) -> Iterator[None]:
-        """Give up reads of this thread after a shorter time."""
+        """Limit the reads of this thread to `seconds` during the block."""
         self._own.patience = seconds
         try:
             yield
@@ -127,7 +127,7 @@ class Fetcher:
         return self.fetch(path, start, stop, check).data
 
     def fetch(self, path: str, start: int, stop: int, check: Check) -> Fetched:
-        """Read as `read` does, and say where the bytes came from."""
+        """Read as `read` does, and also return the kind of mirror that the bytes came from."""
         return self._fetch(path, stop - start, lambda mirror, stopped: mirror.read(path, start, stop, stopped), check)
 
     def read_whole(self, path: str, at_most: int, check: Check) -> bytes:
@@ -179,7 +179,7 @@ class Fetcher:
         raise Unreachable(f"no mirror gives {what} of the corpus: {problems}", "check the line and the mirrors")
 
     def _note_absences(self, attempts: Sequence[_Attempt], absences: Absences) -> None:
-        """Remember why a read waits, if each mirror fails or lacks its bytes."""
+        """Record why a read waits if each mirror fails or lacks its bytes."""
         with self._lock:
             problems = [absences.problems.get(id(health)) or health.last_problem for health in self.mirrors]
             lacks = absences.problems and not attempts
@@ -189,7 +189,7 @@ class Fetcher:
     def _choose(
         self, size: int, now: float, busy: Sequence[MirrorHealth], absences: Absences
     ) -> tuple[MirrorHealth | None, float]:
-        """Return the mirror to ask next and 0, or none and the seconds until one may be asked."""
+        """Return the mirror to ask next and 0, or None and the seconds until a mirror may be asked."""
 
         def asked_from(health: MirrorHealth) -> float:
             return max(health.rests_until, absences.until.get(id(health), now))
@@ -203,7 +203,7 @@ class Fetcher:
                 if unknown and not chosen.local:
                     chosen = unknown[0]
                 return chosen, 0.0
-            if free and not busy:  # nobody answers: one of them is asked now and then, so that its return is noticed
+            if free and not busy:  # no mirror answers: ask one from time to time, so that its recovery is noticed
                 soonest = min(free, key=asked_from)
                 if now - max(health.asked_at for health in free) >= _ASK_AGAIN_SECONDS:
                     return soonest, 0.0
@@ -245,7 +245,7 @@ class Fetcher:
             check(data)
         except BlockMismatch as error:
             problem = f"{health.mirror.name} sends wrong bytes: {error}"
-            if health.local:  # one file has changed: the others are read on
+            if health.local:  # one file has changed: continue to read the others
                 with self._lock:
                     health.lies, health.last_problem = health.lies + 1, problem
                 if health.lies == 1:
@@ -269,7 +269,7 @@ class Fetcher:
 
     def _record_failure(self, attempt: _Attempt, problem: str, lied: bool) -> None:
         if attempt.cancelled.is_set() and not lied:
-            return  # its time was counted when another mirror was faster
+            return  # its time was counted when another mirror answered first
         with self._lock:
             counts = attempt.health.record_failure(attempt.began, self._clock.monotonic(), problem, lied)
             is_news = counts and (lied or attempt.health.failures == 1)
@@ -277,7 +277,7 @@ class Fetcher:
             log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
 
     def _learn_from_losers(self, attempts: Sequence[_Attempt]) -> None:
-        """Remember that these mirrors take at least as long as they have taken until now."""
+        """Record that these mirrors take at least as long as they have taken so far."""
         now = self._clock.monotonic()
         with self._lock:
             for attempt in attempts:

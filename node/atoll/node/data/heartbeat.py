@@ -1,4 +1,4 @@
-"""Progress of work that tells none itself, such as a library call that downloads a data set."""
+"""Progress calls for work that reports none, such as a library call that downloads a data set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def heartbeat(beat: Callable[[], object], seconds: float = HEARTBEAT_SECONDS) ->
 
 @contextmanager
 def repeated(tell: Callable[[int], object], seconds: float = HEARTBEAT_SECONDS) -> Iterator[Callable[[int], None]]:
-    """Give the block a function that calls `tell`, and repeat its last call every few seconds, starting with 0."""
+    """Yield a function that calls `tell`, and repeat its last call every few seconds.
+
+    Until its first call, `tell` gets 0.
+    """
     last = 0
 
     def remember(progress: int) -> None:

@@ -15,11 +15,11 @@ class SourceLoss(NamedTuple):
     name: str
     loss: float
     windows: int
-    weight: float  # its targets, in windows: all tokens of a window may be targets, or few
+    weight: float  # number of its targets, in windows: between few and all tokens of a window are targets
 
     @classmethod
     def of(cls, name: str, total: float, weight: float, windows: int) -> SourceLoss:
-        """`total`: the sum of mean losses, each times its weight. Without any target the loss is 0."""
+        """`total`: the sum of mean losses, each multiplied by its weight. Without targets the loss is 0."""
         return cls(name, total / weight if weight else 0.0, windows, weight)
 
 
@@ -39,7 +39,7 @@ class HeldOutLoss:
 
 
 def held_out_sets(corpus: TrainingCorpus) -> list[tuple[str, Sequence[int]]]:
-    """Return the held-out windows by source; a text that a node has whole is one source without a name."""
+    """Return the held-out windows by source; a corpus that a node has whole is one source without a name."""
     if isinstance(corpus, ShardedCorpus):
         return corpus.held_out_sets()
     return [("", corpus.validation_windows())]

@@ -41,7 +41,8 @@ SUFFIXES = {
     "parquet": frozenset({".parquet"}),
 }
 UNIT_BYTES = 16 << 20
-_PRUNED = frozenset({"__pycache__", "site-packages", "node_modules"})  # installed packages are not the tree's own text
+# installed packages are not part of the source text
+_PRUNED = frozenset({"__pycache__", "site-packages", "node_modules"})
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,17 @@ class Unit:
     size_bytes: int  # input bytes on disk, for progress
     spec: InputSpec
     pieces: tuple[Piece, ...]
-    several: bool  # of several files, one that is not text is left out
+    several: bool  # the input has several files: a file that is not text is then left out
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All units of an input, in order, and what was left out before reading."""
+    """All units of an input, in order, and a report of input that was left out."""
 
     units: tuple[Unit, ...]
     where: str  # for messages
     files: tuple[str, ...]  # read by the units, in order; empty for a Hugging Face data set
-    fingerprint: str = ""  # of a Hugging Face data set, as its library tells it
+    fingerprint: str = ""  # of a Hugging Face data set, computed by its library
     report: SourceReport = field(default_factory=SourceReport)
 
     @property
@@ -123,7 +124,7 @@ def plan_units(spec: InputSpec, unit_bytes: int = UNIT_BYTES) -> Plan:
 def read_unit(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator[Document]:
     """Yield the unit's documents in order, none of them empty, and count in `report`.
 
-    A `strict` reader raises `CorpusError` for a line or row that is not what the format says; others count it. Raises
+    A `strict` reader raises `CorpusError` for a line or row that violates the format; otherwise it is counted. Raises
     `CorpusError` also for files that cannot be read to their end, and `ConfigError` without the library.
     """
     if unit.spec.source == "text":
@@ -135,7 +136,7 @@ def read_unit(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator
 
 
 def read_examples(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator[Pair | Conversation]:
-    """Yield the conversations, or prompts with completions, of a unit. Raises what `read_unit` raises."""
+    """Yield the conversations, or prompts with completions, of a unit. Raises the errors of `read_unit`."""
     spec = unit.spec
     for row in _rows(unit, report, strict):
         if spec.messages:
@@ -178,7 +179,7 @@ def _row_groups(spec: InputSpec, file: str, size: int, unit_bytes: int) -> Itera
         metadata = table.metadata
         groups = metadata.num_row_groups
         sizes = [metadata.row_group(group).total_byte_size for group in range(groups)]
-    per_byte = size / max(1, sum(sizes))  # bytes on disk of a byte of a row group
+    per_byte = size / max(1, sum(sizes))  # bytes on disk for each byte of a row group
     start, taken = 0, 0.0
     for group, group_bytes in enumerate(sizes):
         taken += group_bytes * per_byte
@@ -201,7 +202,7 @@ def _row_units(spec: InputSpec, rows: Rows, unit_bytes: int) -> tuple[Unit, ...]
 
 
 def _group(spec: InputSpec, pieces: list[Piece], several: bool, unit_bytes: int) -> tuple[Unit, ...]:
-    """Join neighbouring small pieces to units of about `unit_bytes`."""
+    """Join neighbouring small pieces into units of about `unit_bytes`."""
     groups: list[list[Piece]] = []
     size = 0
     for piece in pieces:
@@ -279,7 +280,7 @@ def _walk(root: Path, source: str, report: SourceReport) -> list[str]:
 
 
 def _why_left_out(name: str, source: str, beside: set[str]) -> str | None:
-    """Say why a file of a directory is not read: None if it is read, empty if it is no text of this source at all."""
+    """Return why a file of a directory is not read: None if it is read, empty if it is no text of this source."""
     stem, suffix = os.path.splitext(name)
     suffix = suffix.lower()
     if name.startswith("."):

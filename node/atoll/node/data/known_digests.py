@@ -1,4 +1,4 @@
-"""Verified digests of shards and chunks, kept in a bounded memory, and the check of what a file or a peer gave."""
+"""Verified digests of shards and chunks in bounded memory, and checks of digests and blocks from a file or a peer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.node.data.blocks import (
 from atoll.node.data.corpus_table import BlockDigests, Blocks, ChunkDigests
 
 MAX_BYTES = 64 << 20
-_ENTRY_BYTES = 512  # of memory for an entry, beside its digests
+_ENTRY_BYTES = 512  # memory of an entry in addition to its digests
 
 
 class KnownDigests:
@@ -28,7 +28,7 @@ class KnownDigests:
         self._lock = threading.Lock()
 
     def get(self, wanted: ChunkDigests | BlockDigests) -> bytes | None:
-        """Return digests that were verified lately."""
+        """Return digests that were verified recently; None if they are not in memory."""
         with self._lock:
             if wanted in self._known:
                 self._known.move_to_end(wanted)

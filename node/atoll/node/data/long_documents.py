@@ -32,7 +32,7 @@ from atoll.node.data.encoders import Encoding, FastEncoder
 
 PIECE_CHARACTERS = 1 << 17
 OVERLAP_CHARACTERS = 1 << 11
-AHEAD = 4  # pieces encoded at once, on as many cores; a character needs about 165 bytes of memory meanwhile
+AHEAD = 4  # pieces encoded at once, on as many cores; meanwhile each character needs about 165 bytes of memory
 _RUN = 16  # equal tokens in a row
 _GROWTH = 4
 _REPEATED = re.compile(r"(.{1,32}?)\1\1", re.DOTALL)
@@ -47,7 +47,7 @@ class _Text:
         self._start, self._text, self.ended = 0, "", False
 
     def read_to(self, stop: int) -> int:
-        """Read until character `stop`, or the end of the document if that comes first; return which it is."""
+        """Read until character `stop` or the end of the document; return the position that was reached."""
         new, have = [], self._start + len(self._text)
         while have < stop and not self.ended:
             chunk = next(self._chunks, b"")
@@ -111,7 +111,7 @@ class LongDocument:
         return joint, right
 
     def _is_joint(self, left: Encoding, right: Encoding, joint: int) -> bool:
-        """Whether two pieces may be joined inside a word."""
+        """Whether two pieces may be joined at `joint` if it is inside a word."""
         if self._encoder.model != "Unigram":
             return self._encoder.model == "BPE"
         start, stop = right.start, left.stop
@@ -137,7 +137,7 @@ class LongDocument:
 
 
 def find_joint(left: Encoding, right: Encoding, done: int, inside_word: Callable[[int], bool]) -> int | None:
-    """Return a character behind `done` at which the tokens of `left` go on with those of `right`; None without one.
+    """Return a character after `done` at which tokens of `right` can continue those of `left`; None if there is none.
 
     It is the middle of the first run of equal tokens that holds one. `inside_word` says whether a character that ends
     no word may be one; it is asked once.

@@ -1,4 +1,4 @@
-"""What a node has learned of each mirror of a corpus: its speed, its failures and lies, what it lacks. Pure."""
+"""Statistics of each mirror of a corpus: its speed, failures, wrong answers and absences. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _LONGEST_REST_SECONDS = 300.0
 _FIRST_ABSENCE_SECONDS = 0.5  # before a mirror that lacks some bytes is asked for them again; doubles
 _LONGEST_ABSENCE_SECONDS = 15.0
 _SMOOTHING = 0.2
-_SMALL_BYTES = 1 << 14  # a shorter answer says how long a mirror takes to begin, a longer one how fast it sends
+_SMALL_BYTES = 1 << 14  # shorter answers measure a mirror's latency, longer ones its throughput
 
 
 @dataclass
 class MirrorHealth:
-    """What is known of a mirror."""
+    """Statistics of one mirror."""
 
     mirror: Mirror
-    seconds: float = 0.0  # of an answer without its bytes, smoothed
+    seconds: float = 0.0  # latency of an answer, smoothed
     seconds_per_byte: float = 0.0
     asked_at: float = -FORGET_SECONDS
     rests_until: float = 0.0
@@ -38,11 +38,11 @@ class MirrorHealth:
 
     @property
     def problem(self) -> str:
-        """Why it fails now; empty after a good answer."""
+        """Why the mirror fails now; empty after a good answer."""
         return self.last_problem if self.failures else ""
 
     def expected_seconds(self, size: int) -> float:
-        """Seconds that a read of `size` bytes takes, with the time that goes into answers without the bytes."""
+        """Expected seconds of a read of `size` bytes, including the time lost to answers without the bytes."""
         return (self.seconds + size * self.seconds_per_byte) / (1 - min(self.absences, 0.99))
 
     def record(self, size: int, seconds: float) -> None:
@@ -62,10 +62,9 @@ class MirrorHealth:
         self.absences += _SMOOTHING * (1 - self.absences)
 
     def record_failure(self, asked_at: float, now: float, problem: str, lied: bool) -> bool:
-        """Count a bad answer to a question of `asked_at`, and let the mirror rest.
+        """Count a bad answer to a request sent at `asked_at`, and do not ask the mirror for a while.
 
-        Returns False for a question that was on its way when the mirror began to rest: several reads at once are cut
-        off by one fault.
+        Returns False, uncounted, for a request sent before that pause began: one fault can end several reads at once.
         """
         self.last_problem = problem
         if asked_at < self.rests_until and not lied:

@@ -2,8 +2,8 @@
 
 A mirror is a directory, an `http(s)://` address, or a store that `fsspec` reads (`s3://`, `gs://`, `az://`, `hf://`). A
 mirror may lie, stall, end, or send without end. So a read says how many bytes it wants, takes no more than those, and
-from a web server looks at `cancelled` between any two pieces and has a deadline for silence. What a mirror sends is
-believed only after its hash was checked (`data/fetcher.py`).
+from a web server looks at `cancelled` between any two pieces and has a deadline for silence. Bytes from a mirror are
+used only after their hash was checked (`data/fetcher.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal["directory", "server", "members"]
 
 
 class MirrorFailed(Exception):
-    """A mirror did not give the bytes that were asked for. Never leaves `data`."""
+    """A mirror did not give the requested bytes. Never leaves `data`."""
 
 
 class BlockAbsent(MirrorFailed):
@@ -44,7 +44,7 @@ class Mirror(Protocol):
     """A place that has the files of a corpus. Its methods may be called from several threads at once."""
 
     name: str  # for messages; has no secrets
-    kind: Kind  # to read a directory of this machine again costs nothing, so nothing of it is kept in the cache
+    kind: Kind  # a directory of this machine is fast to read again, so its blocks are not cached
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
         """Return exactly bytes `start` to `stop` of a file. Raises `MirrorFailed`, `BlockAbsent`."""
@@ -55,11 +55,11 @@ class Mirror(Protocol):
         ...
 
     def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
-        """Yield the same file in parts of a few MB at most, of which it keeps none. Raises likewise."""
+        """Yield the file in parts of a few MB at most and keep none of them. Raises the errors of `read_whole`."""
         ...
 
     def close(self) -> None:
-        """End its connections. Reads that run fail."""
+        """Close the mirror's connections. Running reads fail."""
         ...
 
 
@@ -91,7 +91,7 @@ def open_mirror(address: str) -> Mirror:
 
 
 class UnusableMirror:
-    """A mirror that this node cannot open, beside others that it can."""
+    """A placeholder for a mirror that this node cannot open while it can open others."""
 
     kind: Kind = "server"
 
@@ -123,11 +123,11 @@ class DirectoryMirror:
         try:
             with (self._root / path).open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), stop - start, start)
-        except FileNotFoundError as error:  # a part of a corpus
+        except FileNotFoundError as error:  # the directory has only a part of the corpus
             raise BlockAbsent(f"{path} is not in {self.name}") from error
         except OSError as error:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
-        if len(data) < stop - start:  # it is being copied
+        if len(data) < stop - start:  # the file is being copied
             raise BlockAbsent(f"{path} in {self.name} is cut short")
         return data
 
@@ -204,7 +204,7 @@ class HttpMirror:
 
 
 class FsspecMirror:
-    """A corpus in a store that `fsspec` knows. Credentials come from the environment of the node, never from a spec."""
+    """A corpus in a store that `fsspec` supports. Credentials come from the node's environment, never from a spec."""
 
     kind: Kind = "server"
 
@@ -237,7 +237,7 @@ class FsspecMirror:
             size = min(wanted, int(told)) if told is not None else None
         except Exception as error:
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
-        if size is None:  # some stores do not know where a file ends, and refuse to read from there on
+        if size is None:  # some stores do not report the size of a file, and refuse reads that begin at its end
             yield self._cat(path, 0, wanted)
             return
         for start in range(0, size, _PIECE_BYTES):
@@ -248,12 +248,12 @@ class FsspecMirror:
     def _cat(self, path: str, start: int, stop: int) -> bytes:
         try:
             return bytes(self._files.cat_file(f"{self._root}/{path}", start=start, end=stop))
-        except Exception as error:  # stores raise what they like
+        except Exception as error:  # stores can raise any exception
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
 
 
 def is_private(host: str) -> bool:
-    """Return whether a host is, or resolves to, an address that is not public. A host without address is not."""
+    """Return whether a host is, or resolves to, a non-public address. A host that does not resolve is not private."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):

@@ -36,7 +36,7 @@ from atoll.node.data.mirrors import Mirror, UnusableMirror, open_mirror
 from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
-TOKENIZER_OF_CORPUS = "corpus"  # the name in a run spec of the tokenizer that a corpus brings
+TOKENIZER_OF_CORPUS = "corpus"  # the tokenizer's name in a run spec that uses the one in the corpus
 DEFAULT_CACHE_BYTES = 20 * 10**9
 OPENING_PATIENCE = timedelta(hours=1)
 _EXPORT_PATIENCE = timedelta(seconds=30)
@@ -45,7 +45,7 @@ _HELD_OUT_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Where a node keeps what it fetches, and how much of it."""
+    """The folder for fetched files, and its limit."""
 
     path: Path
     budget_bytes: int = DEFAULT_CACHE_BYTES
@@ -53,7 +53,7 @@ class CacheFolder:
 
 @dataclass
 class OpenedCorpus:
-    """A corpus of which the card and the tokenizer are known."""
+    """A corpus whose card and tokenizer are loaded."""
 
     card: CorpusCard
     tokenizer: Tokenizer
@@ -62,7 +62,10 @@ class OpenedCorpus:
     digest: str  # of the card
 
     def for_training(self, spec: RunSpec, on_progress: Callable[[], object] = lambda: None) -> ShardedCorpus:
-        """Cut it as a run demands, and fetch the held-out samples. Raises `CorpusError`, `Unreachable`."""
+        """Divide the corpus into windows for a run, and fetch the held-out samples.
+
+        Raises `CorpusError`, `Unreachable`.
+        """
         try:
             corpus = ShardedCorpus(
                 self.card, self.digest, spec.data, spec.run.seed, self.tokenizer, self.fetcher, self.reader
@@ -101,9 +104,9 @@ def open_corpus(
 ) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
 
-    `peers`: the other members of the run, a mirror more.
+    `peers`: the other members of the run, as one more mirror.
 
-    `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises
+    `on_trouble` is called while no mirror gives the needed bytes, until the held-out samples are fetched. Raises
     `CorpusError`, `ConfigError`, `DataDirUnusable`, `Unreachable`.
     """
     assert section.corpus is not None
@@ -155,7 +158,7 @@ def mirrors_of(section: DataSection, path: str | None, peers: Mirror | None) -> 
 
 
 def _forget_other_corpora(folder: Path, digest: str) -> None:
-    """Delete what was fetched of other corpora: the budget is for all of a node's text."""
+    """Delete the blocks of other corpora: the disk budget is for all training text of a node."""
     for other in folder.glob("*/blocks"):
         if other.parent.name != digest and CARD_DIGEST.fullmatch(other.parent.name):
             shutil.rmtree(other.parent, ignore_errors=True)
@@ -206,7 +209,7 @@ def _kept(
     fetch: Callable[[], bytes],
     must_keep: bool = False,
 ) -> bytes:
-    """Return a file that passes `check`: the node's own, else a fetched one, which it then keeps if it can.
+    """Return a file that passes `check`: the node's copy, else a fetched one, which is then kept if possible.
 
     Raises `DataDirUnusable` if it `must_keep` it and cannot, and what `fetch` raises.
     """

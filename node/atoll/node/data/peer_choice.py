@@ -1,9 +1,10 @@
 """Which members to ask for a part of the corpus. Pure: the caller passes the time and the source of chance.
 
 Each read considers members that gave parts of this shard, members that gave anything lately, seeds, and a few others by
-chance; it asks the most promising first. So its cost does not grow with the number of members, and a member that has
-much is found sooner or later. A member that lacks a range is not asked for it for a while. One that fails rests for a
-time that doubles; one that sent wrong bytes rests longer. If all rest, the one that rests least is asked.
+chance; it asks the one with the shortest expected time first. So its cost does not grow with the number of members, and
+a member that has much is found sooner or later. A member that lacks a range is not asked for it for a while. One that
+fails rests for a time that doubles; one that sent wrong bytes rests longer. If all rest, the one that rests least is
+asked.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _ABSENT_SECONDS = 20.0
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 2.0, 60.0
 _FIRST_REST_OF_LIAR_SECONDS, _LONGEST_REST_OF_LIAR_SECONDS = 120.0, 3600.0
 _REST_OF_BUSY_SECONDS = 1.0
-_SLOW_SECONDS = 5.0  # of a member that says that it lacks a range: it counts as failed
+_SLOW_SECONDS = 5.0  # limit for the answer that a member lacks a range; a slower member counts as failed
 _SMOOTHING = 0.25
-_USUAL_SECONDS = 0.3  # of a member that was not asked yet
+_USUAL_SECONDS = 0.3  # assumed for a member that was not asked yet
 _USUAL_ABSENCES, _USUAL_ABSENCES_OF_SEED = 0.7, 0.1
 
 _Key = TypeVar("_Key")
@@ -35,7 +36,7 @@ _Value = TypeVar("_Value")
 
 @dataclass
 class _Facts:
-    """What is known of a member."""
+    """Statistics of a member."""
 
     absences: float  # share of the requests for which it lacked the bytes
     seconds: float = _USUAL_SECONDS  # of an answer
@@ -45,13 +46,13 @@ class _Facts:
 
 
 class PeerChoice:
-    """What this node remembers of members and of what they have. Its memory is bounded."""
+    """Remembers, in bounded memory, how members answered and which shards they have."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._facts: OrderedDict[str, _Facts] = OrderedDict()
         self._holders: OrderedDict[str, list[str]] = OrderedDict()  # by shard; the newest first
-        self._favourites: list[str] = []  # members that gave something; the newest first
+        self._favourites: list[str] = []  # members that gave verified bytes; the newest first
         self._absent_until: OrderedDict[tuple[str, object], float] = OrderedDict()
 
     def order(
@@ -74,12 +75,13 @@ class PeerChoice:
         ranked = sorted(asked, key=expected_seconds)
         chosen = ranked[:ASKED_PER_READ]
         likely = next((peer for peer in ranked if peer in holders or peer in some_seeds), None)
-        if likely is not None and likely not in chosen:  # it is slow now, but who else has the range?
+        # it is slow now, but it is the member most likely to have the range
+        if likely is not None and likely not in chosen:
             chosen[-1] = likely
         return chosen or self._rests_least(pool, me, what, now)
 
     def _rests_least(self, pool: Iterable[str], me: str, what: object, now: float) -> list[str]:
-        """Return one member that may have the range, if all of them rest; none that lied."""
+        """Return the member that may be asked soonest, if no other may be asked; never one that sent wrong bytes."""
         resting = [
             (facts.rests_until, peer)
             for peer in pool
@@ -99,7 +101,7 @@ class PeerChoice:
         _bound(self._holders, shard, MAX_SHARDS)
 
     def lacked(self, peer: str, what: object, seconds: float, now: float) -> None:
-        """Record that a member said after some seconds that it does not have a range."""
+        """Record that a member answered, after `seconds`, that it does not have a range."""
         if seconds > _SLOW_SECONDS:
             self.failed(peer, now - seconds, now)
         facts = self._facts_of(peer)
@@ -111,14 +113,14 @@ class PeerChoice:
         _bound(self._absent_until, (peer, what), MAX_ABSENCES)
 
     def busy(self, peer: str, now: float) -> None:
-        """Record that a member has no time: it rests for about a second, and it has not failed."""
+        """Record that a member is busy: it is not asked for about a second, and does not count as failed."""
         facts = self._facts_of(peer)
         facts.rests_until = max(facts.rests_until, now + _REST_OF_BUSY_SECONDS * self._rng.uniform(0.5, 1.5))
 
     def failed(self, peer: str, began: float, now: float, *, lied: bool = False) -> None:
-        """Record that a member gave no answer, or wrong bytes, to a question of `began`.
+        """Record that a member gave no answer, or wrong bytes, to a request sent at `began`.
 
-        Questions that were on their way when it began to rest do not count: one fault cuts off several reads.
+        Requests sent before its pause began do not count: one fault can end several reads.
         """
         facts = self._facts_of(peer)
         if began < facts.rests_until and not lied:
@@ -132,7 +134,7 @@ class PeerChoice:
         self._favourites = [other for other in self._favourites if other != peer]
 
     def may_ask(self, peer: str, what: object, now: float) -> bool:
-        """Whether a member neither rests nor said lately that it lacks the range."""
+        """Whether a member is in no pause, and did not answer recently that it lacks the range."""
         facts = self._facts.get(peer)
         rested = facts is None or facts.rests_until <= now
         return rested and self._absent_until.get((peer, what), now) <= now

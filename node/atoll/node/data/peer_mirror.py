@@ -1,7 +1,7 @@
 """The other members of the run as a mirror, for a trainer process: it asks its daemon, which asks them.
 
-`peer_socket` is the daemon's side. The daemon verifies what members send; the fetcher does so again. Connections are
-made anew when they end, so that daemon and trainer may start in any order.
+`peer_socket` is the daemon's side. The daemon verifies what members send; the fetcher does so again. Closed connections
+are opened again, so that daemon and trainer may start in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.node.data.peer_socket import (
 )
 from atoll.node.system.socket_paths import SocketDirectory
 
-ANSWER_SECONDS = 110.0  # less than a fetcher waits
+ANSWER_SECONDS = 110.0  # shorter than a fetcher's own limit
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.2  # between two looks at `cancelled`
 _READ_BYTES = 1 << 18
@@ -81,7 +81,7 @@ class PeerMirror:
             except ConnectionError:
                 if not reused:
                     raise
-                self._drop(connection)  # it had ended while nothing was read
+                self._drop(connection)  # it was closed while it was idle
                 connection = self._connect()
                 kind, body = self._exchange(connection, line, at_most, cancelled, gives_up_at)
         except OSError as error:

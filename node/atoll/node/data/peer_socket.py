@@ -36,7 +36,7 @@ _MAX_CONNECTIONS = 64
 
 
 class PeerSocket:
-    """Serves reads of trainer processes. Until `client` is set, every read finds nothing."""
+    """Serves reads of trainer processes. Until `client` is set, every read is answered with "absent"."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +115,7 @@ class PeerSocket:
 
 
 async def _unless_gone(reader: asyncio.StreamReader, work: Any) -> tuple[int, bytes] | None:
-    """Return the answer, or end the work and return None if the client hangs up or writes meanwhile."""
+    """Return the answer. If the client closes the connection or writes before that, cancel the work and return None."""
     answering, gone = asyncio.ensure_future(work), asyncio.ensure_future(reader.read(1))
     try:
         await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)

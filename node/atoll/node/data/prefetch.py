@@ -1,4 +1,4 @@
-"""Reads ahead of training: what the next samples of a node's lease need is fetched before a batch asks for it.
+"""Reads ahead of training: blocks for the next samples of a node's lease are fetched before a batch needs them.
 
 The loader says which ranges it will train. The next `AHEAD_SAMPLES` of them are looked up together, so that windows
 side by side become one request, and fetched in the order of need by a few threads.
@@ -34,20 +34,23 @@ class Prefetcher:
         self._pieces_of, self._ensure, self._ahead = pieces_of, ensure, ahead_samples
         self._changed = threading.Condition()
         self._wanted: tuple[SampleRange, ...] = ()
-        self._planned: tuple[SampleRange, ...] = ()  # of the wanted ones, in order
+        self._planned: tuple[SampleRange, ...] = ()  # parts of `_wanted` that were looked up, in order
         self._closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corpus-ahead")
         self._thread = threading.Thread(target=self._plan, name="corpus-plan", daemon=True)
         self._thread.start()
 
     def follow(self, ranges: Sequence[SampleRange]) -> None:
-        """Fetch what the first samples of these ranges need. Returns at once; call it again as samples are taken."""
+        """Fetch the blocks for the first samples of these ranges.
+
+        Returns at once; call it again as samples are trained.
+        """
         with self._changed:
             self._wanted = _first_samples(ranges, self._ahead)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Start nothing more. Reads that run end by themselves."""
+        """Start no further reads. Running reads end by themselves."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -64,7 +67,7 @@ class Prefetcher:
                     self._pool.submit(self._fetch, piece)
 
     def _wait_for_work(self) -> Sequence[SampleRange] | None:
-        """Return samples to look up: at least a quarter of all that are read ahead, or all that there are."""
+        """Return samples to look up: at least a quarter of the read-ahead, or all if fewer are wanted."""
         with self._changed:
             while not self._closed:
                 planned = _common(self._planned, self._wanted)
@@ -78,7 +81,7 @@ class Prefetcher:
     def _fetch(self, piece: Piece) -> None:
         try:
             self._ensure(*piece)
-        except AtollError as error:  # the batch that needs it tries again, and says so
+        except AtollError as error:  # the batch that needs the piece tries again, and reports a failure
             if not self._closed:
                 log.get("corpus").warning("prefetch_failed", problem=str(error))
 

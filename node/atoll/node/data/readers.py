@@ -1,7 +1,6 @@
 """Readers of input files: each yields the texts or rows of one piece of an input, UTF-8, in bounded memory.
 
-`row_values.py` makes documents of rows. Lines that are not what the format says are errors, or counted where the caller
-asks for that (`strict=False`).
+`row_values.py` makes documents of rows. Lines that violate the format are errors, or only counted with `strict=False`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from atoll.node.model.tokenizer import HF_REMEDY
 LONG_TEXT_BYTES = 1 << 20  # a longer text file is a `LongText`
 MAX_LINE_BYTES = 1 << 28  # of JSONL: one document
 _CHUNK_BYTES = 1 << 18
-_ROWS = 256  # read at once; rows of training text have kilobytes
+_ROWS = 256  # read at once; rows of training text usually have some kilobytes
 _FIELD_REMEDY = "check [data] field in the run spec"
 
 
@@ -39,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class LongText:
-    """A text file of more than `LONG_TEXT_BYTES` as one document. It was UTF-8 when it was found."""
+    """A text file of more than `LONG_TEXT_BYTES` as one document. The whole file was checked to be UTF-8."""
 
     path: str
 
@@ -60,7 +59,7 @@ Document = bytes | LongText
 
 
 class Rows(Protocol):
-    """What `datasets.load_dataset` returns, as far as we use it."""
+    """The part of the interface of `datasets.load_dataset`'s result that is used here."""
 
     column_names: list[str]
 
@@ -75,7 +74,7 @@ class Rows(Protocol):
 
 
 def read_text(piece: Piece, several: bool, report: SourceReport) -> Iterator[Document]:
-    """Yield the file as one document. Among several files, one that is not text is counted and left out."""
+    """Yield the file as one document. If the input has several files, one that is not text is counted and left out."""
     report.files += 1
     with opened(piece.path) as file:
         data = file.read(LONG_TEXT_BYTES + 1)
@@ -94,7 +93,7 @@ def read_text(piece: Piece, several: bool, report: SourceReport) -> Iterator[Doc
 
 
 def _why_not_text(head: bytes, rest: BinaryIO) -> str:
-    """Say why a file is not UTF-8 text without NUL bytes; empty if it is."""
+    """Return why a file is not UTF-8 text without NUL bytes; empty if it is."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "it is UTF-16, not UTF-8"
     if name := format_of(head):
@@ -151,7 +150,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, int, bytes]]:
         offset, number = piece.start, 0
         if piece.start:
             file.seek(piece.start - 1)
-            if file.read(1) != b"\n":  # the line belongs to the piece before this one
+            if file.read(1) != b"\n":  # the line belongs to the previous piece
                 while line := file.readline(_CHUNK_BYTES):
                     offset += len(line)
                     if line.endswith(b"\n"):
@@ -170,7 +169,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _place(path: str, offset: int, number: int) -> str:
-    """Name a line; one of a piece from the middle of a file is counted now."""
+    """Return the name of a line for messages; count the lines before it if its number is unknown (0)."""
     if not number:
         number, left = 1, offset
         with opened(path) as file:
@@ -181,7 +180,7 @@ def _place(path: str, offset: int, number: int) -> str:
 
 
 def _bad_line(path: str, offset: int, number: int, line: bytes) -> Bad:
-    """Say what a line is instead of a JSON object: part of an array, compressed, not UTF-8, cut, or another value."""
+    """Describe why a line is no JSON object: part of an array, compressed, not UTF-8, cut, or another value."""
     with opened(path) as file:
         head = file.read(4096)
     if name := format_of(head):
@@ -281,7 +280,7 @@ def _load(name: str, subset: str | None, split: str) -> Any:
         return load_dataset(name, subset, split=split)
     except MemoryError:
         raise
-    except Exception as error:  # the readers of all formats raise their own classes, which share no parent
+    except Exception as error:  # the readers raise unrelated exception classes
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -300,7 +299,7 @@ def read_rows(rows: Rows, piece: Piece, fields: Sequence[str], report: SourceRep
     for first in range(piece.start, piece.stop, _ROWS):
         try:
             found = rows[first : min(first + _ROWS, piece.stop)]
-        except (OSError, ValueError) as error:  # all that pyarrow raises for files that are cut or gone
+        except (OSError, ValueError) as error:  # all errors that pyarrow raises for cut or missing files
             raise CorpusError(
                 f"data set {piece.path!r} cannot be read after row {first:,}: {error}",
                 "delete its copy in the cache of the datasets library, so that it is downloaded again",

@@ -1,4 +1,4 @@
-"""Limits on time and memory of code that a stranger wrote and that this process runs in a sandbox: chat templates.
+"""Limits on time and memory of untrusted code that this process runs in a sandbox: chat templates.
 
 Both limits are those of the operating system, so they also hold inside one long operation that allocates. Time is the
 processor time of this process, so a busy machine makes no difference. Use it in the main thread only.
@@ -13,16 +13,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-_AGAIN_SECONDS = 0.05  # until the signal comes again, if the first one was lost in a handler of errors
+_AGAIN_SECONDS = 0.05  # before the signal is repeated, in case an error handler swallowed the first exception
 
 
 class TimeExceeded(BaseException):
-    """The code took too long. No `except Exception` of a library stops it."""
+    """The code took too long. It is a `BaseException`, so that no `except Exception` of a library catches it."""
 
 
 @contextmanager
 def render_limits(seconds: float, memory_bytes: int) -> Iterator[None]:
-    """Raise `TimeExceeded` after so much processor time, and `MemoryError` for so much more memory."""
+    """Raise `TimeExceeded` after `seconds` of processor time, and `MemoryError` after `memory_bytes` more memory."""
     armed = True
 
     def exceeded(_number: int, _frame: FrameType | None) -> None:
@@ -44,7 +44,7 @@ def render_limits(seconds: float, memory_bytes: int) -> Iterator[None]:
 
 
 def _used_bytes() -> int:
-    """Return the size of this process's address space; far above any, where the system does not tell."""
+    """Return the size of this process's address space, or 64 TiB where the system does not report it."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return 1 << 46

@@ -1,7 +1,7 @@
 """Rows of JSONL, Parquet and Hugging Face data sets become documents: text, prompts with completions, conversations.
 
-Rows with null and empty values are counted and left out, alike in all formats. Rows of another form are errors, or
-counted where the caller asks for that (`strict=False`).
+Rows with null and empty values are counted and left out, in all formats. Rows of another form are errors, or only
+counted with `strict=False`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MESSAGES_REMEDY = "leave that row out, or put a list of objects with role and c
 
 
 class Row(NamedTuple):
-    """The values of the columns that were asked for, and how messages name the row."""
+    """The values of the requested columns, and a function that names the row in messages."""
 
     values: tuple[object, ...]
     place: Callable[[], str]
 
 
 class Bad(NamedTuple):
-    """A line or row that is not what the format says: "{place} {why}"."""
+    """A line or row that violates the format, for the message "{place} {why}"."""
 
     place: str
     why: str
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with role and content; those of the assistant are to learn."""
+    """Messages with role and content; training learns those of the assistant."""
 
     messages: tuple[Message, ...]
     place: Callable[[], str]
@@ -75,7 +75,7 @@ def text_of(row: Row, field: str, report: SourceReport, strict: bool) -> Iterato
 
 
 def pair_of(row: Row, fields: tuple[str, ...], report: SourceReport, strict: bool) -> Iterator[Pair]:
-    """Yield the row's prompt and completion; an empty completion, too, which its reader counts."""
+    """Yield the row's prompt and completion, also if the completion is empty: the encoder counts those."""
     wrong = [(field, value) for field, value in zip(fields, row.values, strict=True) if not isinstance(value, str)]
     if any(value is None for _, value in wrong):
         report.skipped_rows += 1
@@ -131,7 +131,7 @@ def _clean(value: object, depth: int = 0) -> Any:
 
 
 def _clean_text(text: str) -> str:
-    """Remove byte 0, which separates documents, and what chat templates use as markers; JSON has lone surrogates."""
+    """Remove byte 0, which separates documents, and markers of chat templates; replace lone surrogates from JSON."""
     return text.translate(_REMOVED).encode("utf-8", errors="replace").decode()
 
 
@@ -141,7 +141,7 @@ def plain_name(value: object) -> str:
 
 
 def refuse(report: SourceReport, strict: bool, describe: Callable[[], Bad]) -> None:
-    """Raise the error of a bad line, or count it. Only the first one of a report is described."""
+    """Raise the error of a bad line, or count it. Only the first bad line of a report is described."""
     if not strict and report.bad_lines:
         report.bad_lines += 1
         return

@@ -1,4 +1,4 @@
-"""Random windows of a corpus as text, for a person who wants to see what is in it."""
+"""Random windows of a corpus as text, for people who want to inspect it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SampleText:
 
     source: str
     shard: int
-    token: int  # the first one, in the shard
+    token: int  # number of the first token, counted from the start of the shard
     text: str
     parts: tuple[tuple[bool, str], ...] = ()  # in a corpus with marks: whether it is trained, and text
 
@@ -66,5 +66,5 @@ def sample_texts(
 
 
 def printable(text: str) -> str:
-    """Replace characters that a terminal would obey: text of a corpus is anybody's."""
+    """Replace control characters, which a terminal would execute: anybody may have written the text of a corpus."""
     return "".join(character if character in "\n\t" or character.isprintable() else "\ufffd" for character in text)

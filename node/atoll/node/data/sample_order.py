@@ -29,12 +29,12 @@ from atoll.node.data.source_deal import SourceDeal, WeighedSources
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
-ORDER_VERSION = 1  # raise it when a sample number stands for another window than before
+ORDER_VERSION = 1  # raise it when a sample number gets another window
 UNIT_BYTES = 1 << 16
 _LEAST_UNIT_BYTES = 1 << 13
 _UNITS = 1 << 12  # that a source should have at least, however small it is
 GROUP_BYTES = 1 << 13
-WOVEN_UNITS = 4  # rows of 32 KiB: where a lease begins or ends within a row, two members fetch all of it
+WOVEN_UNITS = 4  # rows of 32 KiB: if a lease begins or ends within a row, two members fetch the whole row
 WOVEN_SMALL_UNITS = 32  # in a small source, which is fetched whole anyway
 SHUFFLED_SHARDS = 16
 
@@ -55,7 +55,7 @@ class Permutation:
     """
 
     def __init__(self, seed: int, number: int, size: int) -> None:
-        """`seed` is mixed already (`splitmix64`); `number` tells permutations of one seed apart."""
+        """`seed` is already mixed (`splitmix64`); `number` selects one of the permutations of that seed."""
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half_mask = (1 << self._half_bits) - 1
@@ -82,7 +82,7 @@ class SampleOrder:
             raise ValueError(f"samples is {samples}; it must be at least 1")
         self.samples = samples
         self._seed = splitmix64(seed & _MASK)
-        self._last = 0, Permutation(self._seed, 0, samples)  # replaced as a whole: several threads may ask
+        self._last = 0, Permutation(self._seed, 0, samples)  # replaced as a whole: several threads may read it
 
     def window(self, sample: int) -> int:
         """Return the window of sample number `sample` (0 or more)."""
@@ -96,7 +96,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class SourceWindows:
-    """What of a source is trained: windows of each shard, and how many of them make a unit."""
+    """The trained part of a source: windows of each shard, and how many windows make a unit."""
 
     shards: tuple[int, ...]  # training windows of each
     per_unit: int
@@ -117,7 +117,7 @@ def cut_into_units(shards: Sequence[int], source_bytes: int, window_bytes: int) 
 
 
 class ShardedOrder:
-    """A map from the run's sample numbers to a source, one of its shards, and a training window of it."""
+    """A map from the run's sample numbers to a source, one of its shards, and a training window of the shard."""
 
     def __init__(
         self, seed: int, sources: Sequence[SourceWindows], stages: Sequence[WeighedSources], window_bytes: int
@@ -141,13 +141,13 @@ class ShardedOrder:
 class _SourceOrder:
     """A source's windows in order of training, epoch after epoch.
 
-    What was computed for an epoch, some shards or a row is kept until others are asked for. Several threads may ask.
+    Results for an epoch, a group of shards or a row are cached until others are needed. Several threads may call it.
     """
 
     def __init__(self, seed: int, source: SourceWindows, per_group: int) -> None:
         self._seed, self._source, self._per_group = seed, source, per_group
         self._windows = source.windows
-        # two each: one thread may look ahead over a boundary while another is before it
+        # two each: one thread may read ahead over a boundary while another is still before it
         self._epoch = lru_cache(2)(lambda number: _Epoch(seed, number, source.shards))
         self._shuffled = lru_cache(4)(self._shuffle)
 
@@ -190,7 +190,7 @@ class _ShuffledShards:
         self._last_row = (-1, -1), self._order
 
     def place(self, position: int) -> tuple[int, int]:
-        """Return shard and window in it."""
+        """Return the shard, and the window in that shard."""
         per_unit = self._source.per_unit
         if position >= self._units[-1] * per_unit:
             return self._place_in_rests(self._order_of_rests[position - self._units[-1] * per_unit])

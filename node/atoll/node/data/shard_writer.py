@@ -40,7 +40,7 @@ class Group:
     seed: int | None  # None: the order of the input
     dtype: np.dtype[Any]
     shard_tokens: int
-    marks: bool = False  # some tokens are input only; the first one of each document tells so
+    marks: bool = False  # some tokens are input only; a bit marks the first token of each document
 
     @property
     def tokens(self) -> int:
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def shards(self) -> int:
-        """How many shards the group fills."""
+        """Number of shards that the group fills."""
         return -(-self.tokens // self.shard_tokens)
 
 
@@ -89,7 +89,7 @@ def lay_out(group: Group) -> Layout:
 
 
 def runs_of(layout: Layout, first: int, stop: int) -> Iterator[Run]:
-    """Yield where the tokens [first, stop) of a group are; neighbours in one spill file are one run."""
+    """Yield the positions of a group's tokens [first, stop) in spill files; adjacent tokens are one run."""
     position, run = first, Run(-1, 0, 0)
     for spill, start, length, end in _documents(layout, first, stop):
         take = min(end, stop) - position
@@ -170,7 +170,7 @@ def _mark_starts(stored: NDArray[Any], layout: Layout, position: int) -> None:
 
 
 def _chunks(group: Group, runs: Iterator[Run]) -> Iterator[memoryview]:
-    """Yield the bytes of runs in parts of `CHUNK_BYTES`; a part is overwritten after the next one is asked for."""
+    """Yield the bytes of runs in parts of `CHUNK_BYTES`. The next part overwrites the buffer of the last one."""
     chunk = memoryview(bytearray(CHUNK_BYTES))
     filled = 0
     with ExitStack() as files:

@@ -76,7 +76,7 @@ class ShardedCorpus:
 
         What is input only, or starts a document of a run with document masks, is marked (`documents.py`).
 
-        `soon`: within some seconds, for a caller who has other things to do.
+        `soon`: give up after some seconds, for a caller that must not wait long.
         """
         with self.fetcher.impatient(_SOON_SECONDS) if soon else nullcontext():
             return self._windows(indices)
@@ -104,11 +104,11 @@ class ShardedCorpus:
         return [window for _, windows in self.held_out_sets() for window in windows]
 
     def held_out_sets(self) -> list[tuple[str, Sequence[int]]]:
-        """Return them with the names of their sources. Sources without any are left out."""
+        """Return the numbers of held-out windows by source. Sources without held-out windows are left out."""
         return self._cut.held_out_sets()
 
     def follow(self, ranges: Sequence[SampleRange]) -> None:
-        """Fetch what the first samples of these ranges need. Returns at once."""
+        """Fetch the blocks for the first samples of these ranges. Returns at once."""
         self._prefetcher.follow(ranges)
 
     @property
@@ -117,7 +117,7 @@ class ShardedCorpus:
         return self.fetcher.trouble
 
     def data_report(self, samples_trained: int) -> DataReport:
-        """Return what was read until now."""
+        """Return counts of the text read so far."""
         return DataReport(
             self.fetcher.bytes_fetched,
             samples_trained * self.sequence_length * self.card.token_bytes,

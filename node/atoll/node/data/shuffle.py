@@ -1,4 +1,4 @@
-"""Permutations that depend on a seed and a name only: on no library's version, machine or number of processes.
+"""Permutations that depend on a seed and a name only, not on library versions, the machine or the number of processes.
 
 Items are sorted by pseudo-random keys. The keys are Philox4x64-10 in counter mode (Salmon et al. 2011, "Parallel Random
 Numbers: As Easy as 1, 2, 3"); NumPy guarantees the stream of its bit generators, and not that of `permutation`.

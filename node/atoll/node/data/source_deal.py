@@ -1,7 +1,7 @@
 """Dealing of sample numbers to the sources of a mixture. Pure; equal on every machine.
 
-It needs no corpus: which source a sample is of follows from the weights alone. `data/sample_order.py` says which window
-of the source it is.
+It needs no corpus: the source of a sample follows from the weights alone. `data/sample_order.py` says which window of
+the source it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from atoll.core.data_position import SampleRange
 
-PATTERN_SAMPLES = 1 << 16  # the pattern of sources repeats after these
+PATTERN_SAMPLES = 1 << 16  # length of the pattern of sources, which repeats
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class SourceDeal:
     """Deals sample numbers to sources, in stages."""
 
     def __init__(self, stages: Sequence[WeighedSources]) -> None:
-        """`stages` begin at sample 0 and are in order. Raises `ValueError` for others, and weights without a sum."""
+        """`stages` begin at sample 0 and are in order.
+
+        Raises `ValueError` if they do not, or a stage's weights are all 0.
+        """
         if not stages or stages[0].start != 0 or any(b.start <= a.start for a, b in pairwise(stages)):
             raise ValueError("stages of a mixture begin at sample 0 and follow each other")
         self._stages = tuple(_Stage(stage) for stage in stages)
@@ -42,7 +45,7 @@ class SourceDeal:
             later.begin_after(earlier)
 
     def deal(self, sample: int) -> tuple[int, int]:
-        """Return the source of sample number `sample` (0 or more), and how many samples it had before."""
+        """Return the source of sample number `sample` (0 or more), and how many earlier samples that source had."""
         return self._stages[bisect_right(self._starts, sample) - 1].deal(sample)
 
     def counts(self, ranges: Sequence[SampleRange]) -> NDArray[np.int64]:
@@ -53,14 +56,14 @@ class SourceDeal:
         return found
 
     def wanted(self, ranges: Sequence[SampleRange]) -> NDArray[np.float64]:
-        """Return how many of them each source would have if its weight were met exactly."""
+        """Return how many samples of `ranges` each source would have if its weight were met exactly."""
         found = np.zeros(self._sources, dtype=np.float64)
         for stage, inside in self._by_stage(ranges):
             found += stage.weights * float(np.diff(inside).sum())
         return found
 
     def _by_stage(self, ranges: Sequence[SampleRange]) -> list[tuple[_Stage, NDArray[np.int64]]]:
-        """Return the parts [N, 2] of the ranges in each stage; empty parts begin where they end."""
+        """Return the parts [N, 2] of the ranges in each stage; a part may be empty."""
         whole = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         ends = [*self._starts[1:], np.iinfo(np.int64).max]
         bounds = zip(self._stages, self._starts, ends, strict=True)
@@ -76,14 +79,15 @@ class _Stage:
         exact = np.array(stage.weights, dtype=np.float64)
         self.weights: NDArray[np.float64] = exact / exact.sum()
         self._counts = np.bincount(self._pattern, minlength=len(stage.weights)).astype(np.int64)
-        self._turns = np.zeros(len(self._pattern), dtype=np.int64)  # how often the same source came before
+        # how many earlier slots of the pattern have the same source
+        self._turns = np.zeros(len(self._pattern), dtype=np.int64)
         self._places = [np.nonzero(self._pattern == source)[0] for source in range(len(stage.weights))]
         for places in self._places:
             self._turns[places] = np.arange(len(places))
         self._before = np.zeros(len(stage.weights), dtype=np.int64)  # turns of each source in earlier stages
 
     def begin_after(self, earlier: _Stage) -> None:
-        """Let each source go on where it is when the earlier stage ends."""
+        """Let each source continue after the samples that it had in the earlier stage."""
         self._before = earlier.turns(np.array([self._start]))[0]
 
     def turns(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -106,7 +110,7 @@ class _Stage:
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Return shares of `total` by weight, as integers with that sum (largest remainder).
 
-    In fractions, because Python 3.12 adds floats otherwise than 3.11, and nodes of both must agree.
+    It uses fractions, because Python 3.12 sums floats differently from 3.11, and nodes with both must agree.
     """
     exact = [Fraction(weight) for weight in weights]
     if not sum(exact) > 0:

@@ -1,4 +1,4 @@
-"""How much of each source a run with a mixture has trained. Pure: it follows from the committed data position."""
+"""How much of each source a run with a mixture has trained. Pure: computed from the committed data position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_SAMPLES = 1 << 62  # in a position that can be counted
 
 
 class SourceProgress(NamedTuple):
-    """One source: tokens trained, its share of all, the share that the weights want, and passes over the source."""
+    """One source: tokens trained, their share of all, the share by weight, and passes over the source."""
 
     name: str
     tokens: int
@@ -31,7 +31,10 @@ class MixtureProgress:
         self._deal = SourceDeal(stages)
 
     def at(self, position: DataPosition) -> tuple[SourceProgress, ...]:
-        """Return the sources that have a weight, or were trained. Samples that somebody holds are not trained yet."""
+        """Return the sources that have a weight or were trained.
+
+        Samples in `returned` and `holdings` are not trained yet.
+        """
         held = [*position.returned, *(piece for ranges in position.holdings.values() for piece in ranges)]
         if max([position.cursor, *(end for _, end in held)]) > _MOST_SAMPLES:
             return ()

@@ -1,4 +1,4 @@
-"""What was read of the training text and what was left out, for the log, messages and `atoll data build`.
+"""Counts of the training text that was read or left out, for the log, messages and `atoll data build`.
 
 Each worker process fills a report of its own; the reports are added up in the order of the units.
 """
@@ -20,7 +20,7 @@ _EXAMPLES = {
 
 @dataclass
 class SourceReport:
-    """Counts of files, documents and what was left out, with the first case of each kind."""
+    """Counts of files, documents and omissions, with the first case of each kind."""
 
     files: int = 0
     documents: int = 0
@@ -35,7 +35,7 @@ class SourceReport:
     first_unanswered_examples: str = ""
     long_examples: int = 0  # longer than the build allows
     first_long_examples: str = ""
-    cut_examples: int = 0  # at that length
+    cut_examples: int = 0  # examples that were cut at that length
     first_cut_examples: str = ""
 
     def skip_file(self, name: str, why: str) -> None:
@@ -47,7 +47,7 @@ class SourceReport:
         self.add(SourceReport(bad_lines=1, first_bad_line=place, first_bad_why=why))
 
     def count_example(self, kind: str, place: Callable[[], str]) -> None:
-        """Count an example of which all or the end is left out, by the name of a field."""
+        """Count an example that is left out or cut. `kind` is the name of a field."""
         if not getattr(self, kind):
             setattr(self, f"first_{kind}", place())
         setattr(self, kind, getattr(self, kind) + 1)
@@ -85,7 +85,7 @@ class SourceReport:
         return cls(**values)
 
     def left_out(self) -> str:
-        """Say in one clause what was left out and why; empty if nothing was."""
+        """Return one clause about what was left out and why; empty if nothing was."""
         parts = []
         if self.skipped_files:
             files = f"{self.skipped_files} of {self.files} files" if self.files > 1 else "the only file"
@@ -116,5 +116,8 @@ class SourceReport:
 
 
 def iconv(why: str) -> str:
-    """Name the command that converts a text whose encoding `why` tells; most are Latin-1 if not UTF-16."""
+    """Return the command that converts a text to UTF-8, from why it was refused.
+
+    Text that is not UTF-16 is mostly Latin-1.
+    """
     return f"iconv -f {'UTF-16' if 'UTF-16' in why else 'LATIN1'} -t UTF-8"

@@ -29,7 +29,7 @@ _NUMBER = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class Spill:
-    """A spill file: where it is, how much it contains, and what was read for it."""
+    """A spill file: its path, its size, and a report of the input."""
 
     path: Path
     tokens: int
@@ -61,7 +61,7 @@ class _Writer:
             self._length = 0
 
     def flush(self) -> None:
-        """Write what is in memory. Raises `OSError`."""
+        """Write the collected tokens. Raises `OSError`."""
         self._file.write(b"".join(self._parts))
         self._parts.clear()
         self._part_bytes = 0
@@ -70,9 +70,10 @@ class _Writer:
 def write_spill(
     path: Path, parts: Iterable[tuple[NDArray[Any], bool]], report: SourceReport, disk: Disk = OS_DISK
 ) -> Spill:
-    """Write the tokens of `parts`, each with whether it ends its document. A document without tokens is left out.
+    """Write the tokens of `parts`, each with a flag that is True if it ends its document.
 
-    `report` is complete when `parts` ends. Raises `DataDirUnusable`, and the errors of `parts`.
+    A document without tokens is left out. `report` is complete when `parts` ends. Raises `DataDirUnusable`, and the
+    errors of `parts`.
     """
     with new_file(path, disk) as file:
         writer = _Writer(file)
@@ -87,7 +88,7 @@ def write_spill(
 
 
 def open_spill(path: Path) -> Spill:
-    """Read what a finished spill file contains. Raises `OSError`."""
+    """Read the counts and the report of a finished spill file. Raises `OSError`."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(8), "little")

@@ -1,9 +1,9 @@
-"""Tokens on disk, so that a node that starts again need not read and tokenise its text again.
+"""Tokens on disk, so that a restarted node need not read and tokenise its text again.
 
 An entry is a file of tokens and a JSON file that describes it; its name is the hash of everything that the tokens
 depend on (`corpus.py`). The JSON file is written last. One process at a time builds (an exclusive lock on `lock`);
-others wait and map the result. A map holds a shared lock on its file of tokens for as long as it exists, so that
-nobody deletes an entry in use.
+others wait and map the result. A map holds a shared lock on its file of tokens for as long as it exists, so that nobody
+deletes an entry in use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Build(Protocol):
 
 
 class CachedTokens:
-    """Tokens that an entry holds, and what is known of them."""
+    """The tokens of an entry, with their report and checksum."""
 
     def __init__(self, tokens: NDArray[Any], report: SourceReport, checksum: int) -> None:
         self.tokens, self.report, self.checksum = tokens, report, checksum
@@ -102,17 +102,17 @@ class TokenCache:
         return self._folder / f"{key}.tokens"
 
     def _open(self, key: str, dtype: np.dtype[Any]) -> CachedTokens | None:
-        """Map an entry that is whole. The caller checks its bytes when it reads them all for the first time."""
+        """Map a complete entry. The caller verifies the checksum when it first reads all bytes."""
         try:
             entry = _Entry.model_validate_json(self._description(key).read_bytes())
             report = SourceReport.from_dict(entry.report)
             with self._tokens(key).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the map's copy of the descriptor keeps it
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the map's copy of the descriptor keeps the lock
                 size = os.fstat(file.fileno()).st_size
                 if entry.dtype != dtype.str or size != entry.tokens * dtype.itemsize:
                     return None
                 tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
-            os.utime(self._description(key))  # the newest entries are kept
+            os.utime(self._description(key))  # counts as used now: the newest entries are kept
         except (FileNotFoundError, BlockingIOError):
             return None
         except (OSError, ValidationError, ValueError) as error:
@@ -133,7 +133,7 @@ class TokenCache:
     def _build(self, key: str, dtype: np.dtype[Any], build: Build) -> None:
         self.forget(key)
         parts, new = self._folder / "parts", self._folder / "new.tokens"
-        shutil.rmtree(parts, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(parts, ignore_errors=True)  # left by a process that was killed
         parts.mkdir(mode=0o700)
         crc32 = size = 0
 

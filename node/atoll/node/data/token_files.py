@@ -26,10 +26,10 @@ _REMEDY = "write the file again with the program that made it"
 
 
 def map_tokens(source: str, path: str) -> tuple[NDArray[Any], int]:
-    """Map the tokens of one file, 1-D of any integer type, and count its documents (1 where they are not known).
+    """Map the tokens of one file, 1-D of any integer type, and count its documents (1 if the file does not say).
 
-    `path` is the file, or a directory that holds one. For `megatron` it is the `.bin`, the `.idx` or their common
-    name. Raises `CorpusError`.
+    `path` is the file, or a directory that holds one. For `megatron` it is the `.bin`, the `.idx` or their common name.
+    Raises `CorpusError`.
     """
     try:
         tokens, documents = (_npy if source == "npy" else _megatron)(_one_file(source, path))
@@ -91,7 +91,8 @@ def _megatron(index: Path) -> tuple[NDArray[Any], int]:
     if magic != _MAGIC or version != 1 or code not in _TYPES:
         raise CorpusError(f"{index} is not a Megatron index of version 1", _REMEDY)
     size = _HEADER.size + sequences * 12 + bounds * 8
-    if index.stat().st_size < size or not sequences or not bounds:  # longer: modes of multimodal data follow
+    # a longer index is valid: modes of multimodal data follow
+    if index.stat().st_size < size or not sequences or not bounds:
         raise CorpusError(f"{index} is cut short, or names no sequence", _REMEDY)
     kind = np.dtype(_TYPES[code])
     rest = np.memmap(index, dtype=np.uint8, mode="r", offset=_HEADER.size)

@@ -54,9 +54,9 @@ def token_parts(
     on_progress: OnProgress = no_progress_callback,
     marks: bool = False,
 ) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document.
+    """Yield the arrays of `tokenise` in parts of bounded size, each with a flag that is True if it ends its document.
 
-    `marks`: with two bits to spare, which are not set.
+    `marks`: the type of the tokens has two spare bits, which are not set.
     """
     dtype, done = token_dtype(tokenizer.vocabulary, marks), 0
     separator = np.asarray(tokenizer.separator, dtype=dtype)

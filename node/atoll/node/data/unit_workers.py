@@ -20,11 +20,11 @@ _REMEDY = "see the log; if the machine is short of memory, lower cpu_threads"
 @dataclass(frozen=True)
 class _TokeniseUnit:
     unit: Unit
-    tokenizer: CorpusTokenizer | str  # its files, or its name if no file says all
+    tokenizer: CorpusTokenizer | str  # its files, or its name if no file determines the encoding
     path: Path
 
     def __call__(self) -> tuple[int, SourceReport]:
-        """Write the tokens to the file; return their number, and what was read."""
+        """Write the tokens to the file; return their number, and the report."""
         tokenizer = load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else load_saved(self.tokenizer)
         report, tokens = SourceReport(), 0
         try:
@@ -32,7 +32,7 @@ class _TokeniseUnit:
                 for part, _ in token_parts(read_unit(self.unit, report), tokenizer):
                     file.write(part.data)
                     tokens += len(part)
-        except OSError as error:  # the readers convert theirs
+        except OSError as error:  # errors of reading were converted by the readers
             raise data_dir_unusable(self.path.parent, error) from error
         return tokens, report
 

@@ -47,7 +47,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class _VerifyShard:
-    """Verify the three files of a shard; the result says what is wrong, or is empty."""
+    """Verify the three files of a shard; the result describes the fault, or is empty."""
 
     directory: Path
     name: ShardName
@@ -79,7 +79,7 @@ class _VerifyShard:
         return data
 
     def _tokens(self, digests: bytes) -> NDArray[np.int64]:
-        """Verify the tokens; return where documents start, as far as the tokens tell it."""
+        """Verify the tokens; return the positions where a bit of the tokens marks the start of a document."""
         name = self.name.path("tokens")
         _check_size(self.directory, name, self._size)
         checksum, marked, starts, position = hashlib.sha256(), 0, list[NDArray[np.int64]](), 0
@@ -99,7 +99,7 @@ class _VerifyShard:
         return np.concatenate(starts) if starts else np.zeros(0, np.int64)
 
     def _chunk(self, name: str, number: int, chunk: bytes, digests: bytes) -> NDArray[Any]:
-        """Verify a chunk; return its tokens as they are stored."""
+        """Verify a chunk; return its stored tokens."""
         start, stop = block_digests_range(self._size, number)
         blocks = digests[start:stop]
         try:
@@ -128,9 +128,9 @@ class _VerifyShard:
         return ends.astype(np.int64)
 
     def _starts(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Compare the starts that tokens tell with the ends of the documents before.
+        """Compare the starts that are marked in the tokens with the ends of documents.
 
-        Only the first shard of a source tells whether its first token starts a document.
+        Only in the first shard of a source must the first token start a document.
         """
         if not self.name.number and not starts[:1].tolist() == [0]:
             raise Wrong(self.name.path("tokens"), "does not tell that a document starts with its first token")
@@ -163,7 +163,7 @@ def verify_corpus(
     on_verified: OnVerified = lambda *_: None,
     start_pool: StartPool = WorkerPool,
 ) -> list[str]:
-    """Return what is wrong with the files of a corpus, in the card's order: one sentence for each shard."""
+    """Return the faults of a corpus's files, in the card's order: one sentence for each faulty file or shard."""
     without_sources = card.model_copy(update={"sources": ()})
     tasks: list[_VerifyShard | _VerifyTokenizerFile] = [
         _VerifyTokenizerFile(directory, file) for file in card.tokenizer.files

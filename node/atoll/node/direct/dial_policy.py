@@ -1,9 +1,9 @@
 """DialPolicy: the addresses of peers that this node dials.
 
-Members publish their own addresses, so each of them could name a service of another member's machine or network. A
+Members publish their own addresses, so a member could publish the address of a service in another member's network. A
 node therefore dials global addresses only, and ports from 1024 on. A swarm in a lab or on a LAN has private addresses;
-the address of its coordinator shows that (`for_swarm`). An owner can allow more ranges. Host names are checked by what
-they resolve to. Pure.
+the addresses of its coordinator and seeds show that (`for_swarm`). An owner can allow more ranges. Host names are
+checked by the addresses to which they resolve. Pure.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 @dataclass(frozen=True)
 class DialPolicy:
-    """What may be dialled besides global addresses."""
+    """Addresses that may be dialled in addition to global ones."""
 
-    loopback: bool  # this machine
-    local: bool  # private, shared and other addresses that are not routed in the internet
-    ranges: tuple[Network, ...] = ()  # more of both, by the owner
+    loopback: bool  # addresses of this machine
+    local: bool  # private, shared and other addresses that are not routed on the internet
+    ranges: tuple[Network, ...] = ()  # further private ranges that the owner allows
     low_ports: frozenset[int] = frozenset()  # ports below 1024
 
     @classmethod
@@ -52,7 +52,7 @@ class DialPolicy:
         return cls(loopback, local, ranges, frozenset(low))
 
     def allows_host(self, host: str) -> bool:
-        """Tell whether `host` is an IP address that may be dialled. A name is none."""
+        """Return whether `host` is an IP address that may be dialled; False for a name."""
         address = _parse(host)
         if address is None or address in _METADATA or address.is_multicast or address.is_unspecified:
             return False
@@ -65,11 +65,11 @@ class DialPolicy:
         return self.local or address.is_global
 
     def allows_port(self, port: int) -> bool:
-        """Tell whether this TCP port of a peer may be dialled."""
+        """Return whether this TCP port of a peer may be dialled."""
         return FIRST_UNPRIVILEGED_PORT <= port < 65536 or port in self.low_ports
 
     def allows(self, multiaddr: str) -> bool:
-        """Tell whether a TCP multiaddr may be dialled, perhaps through a relay. A name must be resolved first."""
+        """Return whether a TCP multiaddr may be dialled, also through a relay. A name must be resolved first."""
         words = multiaddr.split("/")
         if len(words) < 5 or words[0] or words[3] != "tcp" or not self.allows_port(_port(multiaddr)):
             return False
@@ -89,12 +89,12 @@ def parse_ranges(text: str) -> tuple[Network, ...]:
 
 
 def is_name(multiaddr: str) -> bool:
-    """Tell whether a multiaddr names its host."""
+    """Return whether a multiaddr contains a host name instead of an IP address."""
     return multiaddr.split("/")[1:2] in [[kind] for kind in NAME_KINDS]
 
 
 def _is_peer_or_circuit(words: list[str]) -> bool:
-    """Tell whether these are the end of a multiaddr: `/p2p/<id>`, `/p2p/<id>/p2p-circuit[/p2p/<id>]`, or nothing."""
+    """Return whether these are the end of a multiaddr: `/p2p/<id>`, `/p2p/<id>/p2p-circuit[/p2p/<id>]`, or nothing."""
     return [words[0:1], words[2:3], words[3:4]] in (
         [[], [], []],
         [["p2p"], [], []],
@@ -113,7 +113,10 @@ def _port(multiaddr: str) -> int:
 
 
 def _parse(host: str) -> Address | None:
-    """The IP address that packets to `host` reach: IPv6 forms that contain an IPv4 address stand for that one."""
+    """The IP address that packets to `host` reach.
+
+    For IPv6 forms that contain an IPv4 address, it is the IPv4 address.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

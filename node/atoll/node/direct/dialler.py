@@ -1,11 +1,11 @@
-"""Dialler: direct connections that this node makes, kept warm for reuse, with a backoff for each peer.
+"""Dialler: direct connections that this node makes, kept open for reuse, with a backoff for each peer.
 
-A stream takes an idle connection, or else the dialler makes a new one. It asks the peer over libp2p for a direct
-offer, then dials every known host of the peer at once. The first host that shows the right certificate receives the
-proof of the ticket. A connection whose stream ended cleanly becomes idle and serves the next stream.
+A stream takes an idle connection, or else the dialler makes a new one. It asks the peer over libp2p for a direct offer,
+then dials every known host of the peer at once. The first host that shows the right certificate receives the proof of
+the ticket. A connection whose stream ended cleanly becomes idle and serves the next stream.
 
 If no connection succeeds, or a stream breaks, the dialler does not dial that peer for a while. The pause doubles each
-time, from 30 s to 10 min, until a stream ends cleanly. Streams go over libp2p meanwhile.
+time, from 30 s to 10 min, until a stream ends cleanly. Meanwhile streams use libp2p.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ ACCEPT_TIMEOUT = timedelta(seconds=5)  # for the peer to accept a stream; at mos
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
 OPTIMISTIC_WITHIN = timedelta(seconds=10)  # after a clean end, an optimistic stream does not wait for the accept
-_LOOK_UPS = 2 * MAX_HOSTS  # at once; names of one peer that never resolve leave room for another peer
+# concurrent name look-ups; if all names of one peer hang, another peer's can still be resolved
+_LOOK_UPS = 2 * MAX_HOSTS
 MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(minutes=10)
 
 _log = log.get("direct")
@@ -100,7 +101,7 @@ class Dialler:
         while (kept := self._pop_idle(peer_id)) is not None:
             try:
                 return await self._begin(kept, protocol, share)
-            except DeadlineExceeded as error:  # the other idle connections are probably dead, too
+            except DeadlineExceeded as error:  # the other idle connections are probably dead as well
                 self._drop_idle(peer_id, error)
                 return None
             except (Unreachable, FrameInvalid):
@@ -172,7 +173,7 @@ class Dialler:
             self._keep(connection)
 
     def _drop_idle(self, peer_id: str, error: BaseException) -> None:
-        """Close all idle connections of a peer, which are probably dead, too. libp2p carries the next streams."""
+        """Close all idle connections of a peer, which are probably dead as well. The next streams use libp2p."""
         for connection, timer in self._idle.pop(peer_id, []):
             timer.cancel()
             connection.abort()
@@ -183,7 +184,7 @@ class Dialler:
         self._idle[connection.peer_id].append((connection, timer))
 
     def _pop_idle(self, peer_id: str) -> Connection | None:
-        """Take the idle connection that was used last: its congestion window is the widest."""
+        """Take the idle connection that was used last, because its congestion window is the widest."""
         while kept := self._idle.get(peer_id):
             connection, timer = kept.pop()
             timer.cancel()
@@ -212,7 +213,7 @@ class Dialler:
             connection = self._register(peer_id, tls_streams)
             self._connections_by_peer[peer_id].add(connection)
             await connection.send_proof(proof(offer.ticket, self._me, peer_id))
-        except Rejected:  # the peer was banned meanwhile; the connection is closed, or the gate does not know it
+        except Rejected:  # the peer was banned; the connection is closed, or the gate does not know it
             tls_streams[1].transport.abort()
             return
         except AtollError as error:

@@ -69,7 +69,7 @@ class DirectPath:
         pacer: Pacer,
         dial: DialPolicy,
     ) -> None:
-        """`dial`: what this node may dial."""
+        """`dial`: policy for the addresses that this node may dial."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
         self._protocols = config.protocols
         self._gate = gate
@@ -85,7 +85,7 @@ class DirectPath:
 
     @property
     def port(self) -> int:
-        """The TCP port that offers name."""
+        """The TCP port that this node's offers contain."""
         return self._listener.port
 
     @property
@@ -135,7 +135,10 @@ class DirectPath:
         await asyncio.gather(*(connection.writer.wait_closed() for connection in left), return_exceptions=True)
 
     def _register(self, peer_id: str, tls_streams: TlsStreams) -> Connection:
-        """Register a connection that proved to be with `peer_id`. Raises `Banned`, `HelloRequired`, `Unreachable`."""
+        """Register a connection whose peer has proved to be `peer_id`.
+
+        Raises `Banned`, `HelloRequired`, `Unreachable`.
+        """
         self._gate.require(peer_id)
         reader, writer = tls_streams
         if writer.is_closing() or self._closed:

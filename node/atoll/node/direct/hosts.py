@@ -9,7 +9,10 @@ _KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 
 
 def hosts_in(multiaddrs: Iterable[str], limit: int) -> tuple[str, ...]:
-    """Return at most `limit` hosts of TCP multiaddrs, each once. Relayed ones name the relay's host: left out."""
+    """Return at most `limit` different hosts of TCP multiaddrs.
+
+    Relayed ones are left out: their host is the relay's.
+    """
     found: dict[str, None] = {}
     for text in multiaddrs:
         words = text.split("/")
@@ -19,7 +22,7 @@ def hosts_in(multiaddrs: Iterable[str], limit: int) -> tuple[str, ...]:
 
 
 def is_ip_address(host: str) -> bool:
-    """Tell whether `host` is an IP address in standard notation, not a name or another spelling of a number."""
+    """Return whether `host` is an IP address in standard notation, not a name or another spelling of a number."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

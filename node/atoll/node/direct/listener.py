@@ -25,8 +25,8 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.peer_slots import PeerSlots
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a valid ticket
-MAX_STRANGERS = 32  # beside one for each valid ticket
-MAX_STRANGERS_PER_ADDRESS = 16  # likewise
+MAX_STRANGERS = 32  # in addition to one for each valid ticket
+MAX_STRANGERS_PER_ADDRESS = 16  # also in addition to one for each valid ticket
 MAX_CONNECTIONS_PER_PEER = 8
 IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps an idle connection
 _ACCEPT_AGAIN = timedelta(seconds=0.5)  # after accept failed, for example for lack of file descriptors

@@ -29,11 +29,12 @@ SAMPLES_PER_WINDOW = 4
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.08, 2.0
 WINDOW_ROUND_TRIPS = 4
 WINDOW_BYTES = 1024 * 1024  # a window holds this much of each sender: the best of smaller windows are noise
-SLOW_WINDOW_SECONDS = 0.24  # but a slow link does not stretch a window beyond this
-SETTLING_SAMPLES = 2  # after a connection starts to send, until all acknowledgements are of a full rate
-IDLE_SECONDS = 1.5  # without a sender, after which the pacer sleeps
+SLOW_WINDOW_SECONDS = 0.24  # on a slow link a window is not longer than this
+# samples after a connection starts to send, until all acknowledgements are of data sent at a full rate
+SETTLING_SAMPLES = 2
+IDLE_SECONDS = 1.5  # seconds without a sender, after which the pacer sleeps
 IDLE_BYTES_PER_SECOND = 200e3  # a connection below this rate, with nothing unsent, does not count as sending
-_AFTER_A_FAULT = 1.0  # seconds
+_AFTER_A_FAULT = 1.0  # pause in seconds after an error
 
 _log = log.get("direct")
 
@@ -57,25 +58,25 @@ class _SteadySample:
     samples: int = 0
     seconds: float = 0.0
     delivered: int = 0
-    allowed_bytes: float = 0.0  # that its pacing rate allowed, one sample earlier
+    allowed_bytes: float = 0.0  # bytes that the pacing rate of one sample earlier allowed
 
 
 @dataclass
 class _ConnectionState:
-    """What the pacer knows of one connection."""
+    """State of one connection."""
 
     path: rates.PathEstimate = field(default_factory=rates.PathEstimate)
     given_bytes_per_second: float = math.inf  # its pacing rate, bytes per second
-    given_before: float = math.inf  # one sample earlier: the data acknowledged now was sent then
-    far: bool = False  # some sample showed a round trip of 2 ms or more
-    near: bool = False  # the last sample showed a shorter one
+    given_before: float = math.inf  # the pacing rate one sample earlier, at which the data acknowledged now was sent
+    far: bool = False  # whether any sample showed a round trip of 2 ms or more
+    near: bool = False  # whether the last sample showed a shorter round trip
     last_info: tcp.TcpInfo | None = None  # of the last sample
     delivered: int = 0  # bytes in this window
     steady: _SteadySample = field(default_factory=_SteadySample)
     streak: int = 0  # samples in a row with unsent data
     backlogged_samples: int = 0  # samples of this window with unsent data
     receiver_limited_samples: int = 0  # samples of this window in which the receive window stopped it
-    sends: bool = False  # the last sample had unsent data
+    sends: bool = False  # whether the last sample had unsent data
 
 
 class Pacer:
@@ -86,7 +87,7 @@ class Pacer:
         self._clock = clock
         self._watched: dict[Paced, _ConnectionState] = {}
         self._busy = asyncio.Event()
-        self._seconds = 0.0  # since the window began
+        self._seconds = 0.0  # seconds since the window began
         self._samples = 0  # in this window
         self._quiet = 0.0  # seconds in which no connection sent
         self._task = asyncio.create_task(self._run()) if tcp.PACING_SUPPORTED else None
@@ -110,7 +111,7 @@ class Pacer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Sample forever. After an error, unpace all connections: none may stay at an old rate."""
+        """Sample until cancelled. After an error, unpace all connections, so that none keeps an old rate."""
         while True:
             try:
                 await self._watch()
@@ -141,7 +142,8 @@ class Pacer:
         known = any(state.last_info is not None for state in self._watched.values())
         was_steady = self._is_steady
         self._quiet = 0.0 if self._read(seconds) else self._quiet + seconds
-        begins = self._is_steady and not was_steady and self.uplink.started  # while starting, early samples count
+        # before the first estimate, early samples count too
+        begins = self._is_steady and not was_steady and self.uplink.started
         if begins or not known:
             self._begin_window()
             return
@@ -153,7 +155,7 @@ class Pacer:
 
     @property
     def _is_steady(self) -> bool:
-        """Tell whether data that is acknowledged from now on was sent at a full rate."""
+        """Return whether all data that is acknowledged from now on was sent at a full rate."""
         return any(state.streak >= SETTLING_SAMPLES for state in self._watched.values())
 
     def _begin_window(self) -> None:
@@ -169,7 +171,7 @@ class Pacer:
             now = tcp.info(connection.sock)
             state.near = now is not None and 0 < now.min_rtt_seconds < LOCAL_RTT_SECONDS
             if now is None or now.min_rtt_seconds < LOCAL_RTT_SECONDS:
-                changes |= state.sends  # earlier samples said that it was far
+                changes |= state.sends  # earlier samples showed that the connection is far
                 state.sends, state.streak = False, 0
                 continue
             before, state.last_info, state.far = state.last_info, now, True
@@ -189,7 +191,8 @@ class Pacer:
             moves = now.unsent_bytes > 0 or delivered > IDLE_BYTES_PER_SECOND * seconds
             sends |= moves
             before_that, state.sends = state.sends, now.unsent_bytes > 0
-            changes |= state.sends != before_that  # a connection that is done leaves its share to the others at once
+            # the share of a connection that has finished goes to the others at once
+            changes |= state.sends != before_that
         if changes:
             self._set_rates()
         return sends
@@ -206,12 +209,12 @@ class Pacer:
             if state.last_info is not None
         }
         busy = _far_ends(connection for connection, figures in sent.items() if figures.backlogged)
-        known = self.uplink.started  # before that, a slow connection is only starting
+        known = self.uplink.started  # until then, a slow connection may still be starting
         is_link_bound = len(busy) > 1 or len(_far_ends(self._watched)) == 1
         allowed = sum(state.steady.allowed_bytes for state in self._watched.values()) / seconds
         fits = (
             min(1.0, self.uplink.bytes_per_second / allowed) if known and allowed else 1.0
-        )  # a probe allows more than fits
+        )  # a probe's rates may be more than the link carries
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), is_link_bound=is_link_bound)
         for connection, figures in sent.items():
             state, steady = self._watched[connection], self._watched[connection].steady
@@ -244,7 +247,7 @@ class Pacer:
         return max(self.uplink.bytes_per_second, 1.0) if math.isfinite(self.uplink.bytes_per_second) else 0.0
 
     def bytes_per_second_to(self, peer_id: str) -> float:
-        """Measured rate to a peer if it were the only receiver. Infinite: on the local network. 0: unknown."""
+        """Measured rate to a peer that is the only receiver. Infinite for a peer on the local network. 0: unknown."""
         if any(state.near for connection, state in self._watched.items() if connection.peer_id == peer_id):
             return math.inf
         paths = [state.path for connection, state in self._watched.items() if connection.peer_id == peer_id]

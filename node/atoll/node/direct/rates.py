@@ -35,7 +35,7 @@ MIN_GROWTH_OVER_CRUISE = 1.1  # or of the mean before it: its acknowledgements a
 MIN_GROWTH_AT_START = 1.1  # factor between two windows of the start below which the link is full
 PATH_LIMITED_BELOW = 0.7  # of its rate: a connection that delivers less is limited by its path or receiver
 PATH_LIMIT_USED_FROM = 0.9  # of its limit: a connection that delivers more gets a higher limit
-PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of what it delivered
+PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of its delivered rate
 MIN_BYTES_PER_SECOND = 64 * 1024.0  # lowest rate of a connection, where the link has that much for each
 MANY = 8  # connections: fewer have `MIN_BYTES_PER_SECOND` each on any link, so that they notice when it recovers
 
@@ -83,9 +83,10 @@ class UplinkEstimate:
         busy = max((sample.busy for sample in sent), default=0.0)
         if (
             not self.started and busy and rate / busy >= MIN_DELIVERED_FRACTION * self.start_bytes_per_second
-        ):  # bursts count, too
+        ):  # bursts count as well
             return UplinkEstimate(start_bytes_per_second=START_STEP * self.start_bytes_per_second)
-        if not is_link_bound or not any(sample.backlogged for sample in sent):  # only a lower bound of the uplink
+        # otherwise the rate is only a lower bound of the uplink's
+        if not is_link_bound or not any(sample.backlogged for sample in sent):
             return self._at_least(rate) if self.started and rate > self.bytes_per_second else self
         if not self.started:
             return self._begin(rate)
@@ -133,7 +134,8 @@ class PathEstimate:
         rate = sent.delivered / seconds
         if not sent.backlogged or math.isinf(given):
             return replace(self, last_bytes_per_second=rate)
-        still = rate <= self.last_bytes_per_second * PATH_HEADROOM  # a connection whose rate grows is only starting
+        # a connection whose rate still grows is only starting
+        still = rate <= self.last_bytes_per_second * PATH_HEADROOM
         if rate < PATH_LIMITED_BELOW * given and still:
             return PathEstimate(max(rate * PATH_HEADROOM, MIN_BYTES_PER_SECOND), rate)
         return PathEstimate(
@@ -145,7 +147,7 @@ class PathEstimate:
 
 
 def fair_shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
-    """Divide `budget` (bytes per second) equally, and what a limit leaves among the others.
+    """Divide `budget` (bytes per second) equally; what a share has above its limit goes to the other keys.
 
     Each share is at least `MIN_BYTES_PER_SECOND`. Where more than `MANY` connections would exceed the budget with that,
     each gets at least an equal share of the budget instead.

@@ -3,8 +3,8 @@
 asyncio's own reader copies each TLS record into an object, appends it to a buffer, and cuts the requested bytes out of
 that. This reader lets TLS decrypt a large frame directly into the memory of that frame. While much of a frame is
 missing, it asks the kernel to wake the process only for a large piece (SO_RCVLOWAT). On a home link the process would
-otherwise wake for every few kilobytes, and those turns of the event loop cost more CPU time than the decryption
-(measured).
+otherwise wake for every few kilobytes, and each of these turns of the event loop costs more CPU time than the
+decryption (measured).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _HAS_RECEIVE_LOW_WATER = sys.platform == "linux"
 def bytes_to_wait_for(missing: int, before: int) -> int:
     """Bytes that may gather in the kernel before it wakes the process, while a read lacks `missing` bytes.
 
-    The result is never more than what is still to come. `before`: bytes that this connection has received so far.
+    The result is at most the number of bytes that are still missing. `before`: bytes that this connection has received
+    so far.
     """
     return max(1, min(PIECE_BYTES, before // WAIT_FRACTION_OF_RECEIVED, missing - _RECORD_BYTES))
 
@@ -176,13 +177,13 @@ class DirectReader(asyncio.StreamReader):
             self._more.set_result(None)
 
     def _set_receive_low_water(self, count: int) -> None:
-        """Ask the kernel to wake the process once `count` bytes are there, or earlier if its buffer is full."""
+        """Ask the kernel to wake the process when `count` bytes have arrived, or earlier if its buffer is full."""
         if not _HAS_RECEIVE_LOW_WATER or count == self._receive_low_water or self._connection is None:
             return
         sock = self._connection.get_extra_info("socket")
         if sock is None:  # the connection was lost
             return
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._receive_low_water = count
 

@@ -27,7 +27,7 @@ from atoll.node.wire.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as dp
 
 RegisterConnection = Callable[[str, TlsStreams], "Connection"]  # raises if the peer is no longer a member
-END_TIMEOUT = timedelta(seconds=10)  # for the peer's END after ours: its handler may be busy
+END_TIMEOUT = timedelta(seconds=10)  # for the peer's END after this end's: the peer's handler may be busy
 _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
 _LITTLE_BYTES = _WRITE_BYTES // 4  # asyncio's low-water mark: a waiting writer continues below it
 
@@ -57,7 +57,7 @@ class _TlsStream(SocketStream):
             await super()._flush()  # otherwise the kernel took almost all bytes, and there is no need to wait
 
     def _progress(self) -> tuple[int, int]:
-        """Count acknowledged segments, too: the buffers may stay full for long while the peer acknowledges data."""
+        """Also count acknowledged segments: the buffers may stay full for long while the peer acknowledges data."""
         figures = tcp.info(self._sock)
         return figures.delivered_segments if figures else 0, super()._progress()[1]
 
@@ -87,7 +87,7 @@ class DirectStream(_TlsStream):
 
     @property
     def accept_timed_out(self) -> bool:
-        """Tell whether this end began the stream and the acceptor's answer did not come in time."""
+        """Return whether this end began the stream and the acceptor's answer did not arrive in time."""
         return self._receive_timed_out and self._awaiting_accept
 
     async def close(self) -> None:
@@ -227,7 +227,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether it can serve another stream, as far as this end knows."""
+        """Return whether the connection can serve another stream, as far as this end knows."""
         return not self.writer.is_closing() and not self.reader.at_eof()
 
     def abort(self) -> None:
@@ -241,7 +241,7 @@ class Connection:
     async def begin(
         self, protocol: str, timeout: timedelta, on_ended: Callable[[DirectStream], None], *, optimistic: bool = False
     ) -> DirectStream:
-        """Begin a stream and wait for the accept. `optimistic`: leave that to the stream's first `receive`.
+        """Begin a stream and wait for the accept. `optimistic`: the stream's first `receive` waits for it instead.
 
         Raises the peer's refusal; the connection stays usable then. Raises `Unreachable` or `FrameInvalid` if the
         connection is broken.

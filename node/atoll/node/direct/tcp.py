@@ -22,7 +22,7 @@ _SEGMENTS = 2**32  # the kernel's counter of delivered segments wraps here
 
 
 class SocketOptions(Protocol):
-    """The part of a socket that is used here; asyncio's transport sockets have it, too."""
+    """The part of a socket's interface that is used here; asyncio's transport sockets have it as well."""
 
     def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
 
@@ -77,7 +77,7 @@ def info(sock: SocketOptions) -> TcpInfo | None:
         return None
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # closed meanwhile, or no TCP_INFO
+    except OSError:  # closed in the meantime, or no TCP_INFO
         return None
     if len(data) < _INFO.size:
         return None

@@ -2,8 +2,8 @@
 
 A member gets its ticket over a gated libp2p stream, whose handshake proved its peer id. The first frame of its TLS
 connection carries not the ticket but a proof: the hash of the ticket and of both peer ids, as the dialler knows them.
-So a member gains nothing if it passes another node's offer on as its own: the dialler then names the wrong listener.
-Only the hashes of the proofs are stored here.
+So a member gains nothing by presenting another node's offer as its own: the dialler's proof then names the wrong
+listener. Only the hashes of the proofs are stored here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-_LIFETIME = dt.timedelta(days=3650)  # not checked by anyone: the process ends first
+_LIFETIME = dt.timedelta(days=3650)  # nobody checks it: the process ends earlier
 _BACKDATE = dt.timedelta(days=1)
 
 
@@ -67,6 +67,6 @@ def dialling_context() -> ssl.SSLContext:
 
 
 def is_pinned(connection: ssl.SSLObject, certificate_sha256: bytes) -> bool:
-    """Tell whether the peer proved that it has the key of the pinned certificate."""
+    """Return whether the peer proved that it has the key of the pinned certificate."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and hmac.compare_digest(hashlib.sha256(shown).digest(), certificate_sha256)

@@ -1,7 +1,7 @@
-"""An exported directory that is evaluated: which files it has, where it is from, and its model in memory.
+"""An exported directory that is evaluated: its files, its origin, and its model in memory.
 
-Only files of that directory are read, and of the base's if it holds adapters. Code that comes with a model is never
-run, and weights must be safetensors: other formats are pickles, which can contain code.
+Only files of that directory are read, and of the base's directory if the export holds adapters. Code that comes with a
+model is never run, and weights must be safetensors: other formats are pickles, which can contain code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ExportedModel:
 
     directory: Path
     base: Path | None  # the base model's directory; only for adapters
-    origin: Mapping[str, object]  # the run and the round it was exported from; empty if it does not say so
+    origin: Mapping[str, object]  # the run and the round of the export; empty if the files do not name them
 
     @property
     def trained_by_atoll(self) -> bool:
-        """Whether Atoll trained it: then its text had no special tokens but the one between documents."""
+        """Whether Atoll trained the model: then the separator of documents was the only special token in its text."""
         return bool(self.origin)
 
     def digests(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    end_token: int | None  # what separates documents
+    end_token: int | None  # the token that separates documents
 
     @property
     def dtype(self) -> str:
@@ -98,18 +98,18 @@ def load(export: ExportedModel, device: torch.device) -> LoadedModel:
         raise ModelTooLarge(
             f"the model does not fit {device}", "export with --dtype bf16, or use --device cpu"
         ) from error
-    except Exception as error:  # files of a stranger make these libraries raise what they like
+    except Exception as error:  # damaged or malicious files can make these libraries raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{export.directory} cannot be loaded: {reason}", _REMEDY) from error
     if len(tokenizer) > (rows := model.get_input_embeddings().weight.shape[0]):
         raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model only {rows}", _REMEDY)
     end = tokenizer.eos_token_id
-    if end is None:  # the byte tokenizer: its end is a byte of text, too, so the tokenizer must not know it
+    if end is None:  # the byte tokenizer: its end token is also a byte of text, so it must not be declared as special
         end = model.config.eos_token_id
     end = end if isinstance(end, int) else None
     if (
         tokenizer.pad_token is None and end is not None
-    ):  # masked in any case; a new token would have no row in the model
+    ):  # padding is masked anyway; a new token would have no row in the model
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
     return LoadedModel(model, tokenizer, end)
 
@@ -127,7 +127,7 @@ def _load(export: ExportedModel) -> tuple[Any, Any]:
         output_loading_info=True,
     )
     wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ()))
-    if wrong:  # the library would go on with random weights
+    if wrong:  # otherwise the library would continue with random weights
         raise ValueError(f"weights are missing or have another shape: {', '.join(wrong[:3])}")
     if export.base is not None:
         from peft import PeftModel
@@ -153,7 +153,7 @@ def _model_config(directory: Path) -> dict[str, Any]:
 
 
 def _origin(said: object) -> dict[str, object]:
-    """Return what `atoll export` writes about run and round, if all of it is there and of its type."""
+    """Return the facts on run and round that `atoll export` wrote, if all exist and have the right type."""
     if not isinstance(said, dict) or any(type(said.get(key)) is not kind for key, kind in _ORIGIN.items()):
         return {}
     return {key: said[key] for key in _ORIGIN}

@@ -3,9 +3,9 @@
 The library brings tasks, prompts and metrics. It computes log-likelihoods and text with a model of `transformers`, and
 every export is one. `HarnessModel` makes it read text as nodes do in training, and counts prompts that do not fit.
 
-Tasks of the library are part of its package. Tasks that a user includes may run code (`!function` in their YAML), which
-the user vouches for. Nothing else runs: neither code of data sets, nor metrics that the library would download, nor
-code that the model writes.
+Tasks of the library are part of its package. Tasks that a user includes may run code (`!function` in their YAML), for
+which the user is responsible. Nothing else runs: neither code of data sets, nor metrics that the library would
+download, nor code that the model writes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _LIBRARIES = ("atoll", "lm_eval", "transformers", "torch", "datasets")
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How to evaluate."""
+    """Options of an evaluation."""
 
     tasks: tuple[str, ...]  # names of tasks, groups or tags
     include: tuple[Path, ...] = ()  # directories of the user's own tasks
     limit: int | None = None  # samples of each task; None: all
-    few_shot: int | None = None  # solved examples in each prompt; None: as each task says
+    few_shot: int | None = None  # solved examples in each prompt; None: the task's default
     batch_size: int | str = 1  # or "auto"
     device: str = "auto"
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]  # the library has no types
-    """A loaded export, as the library wants a model."""
+    """A loaded export with the interface that the library needs."""
 
     def __init__(self, export: ExportedModel, loaded: LoadedModel, batch_size: int | str) -> None:
         self.truncated_requests = 0
@@ -72,7 +72,7 @@ class HarnessModel(HFLM):  # type: ignore[misc]  # the library has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context: what stood before each document in training."""
+        """The token before a text without context: the one that preceded each document in training."""
         return self._needed(super().prefix_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
@@ -109,12 +109,12 @@ class HarnessModel(HFLM):  # type: ignore[misc]  # the library has no types
 
 
 def evaluate_export(export: ExportedModel, options: EvaluationOptions) -> Evaluation:
-    """Run the tasks. Results are the same for the same files, options and versions, but for rounding.
+    """Run the tasks. Results are equal for equal files, options and versions, except for rounding.
 
     Raises `NotFound` for an unknown task or directory, `Unreachable` if data cannot be downloaded, `TaskUnusable`,
     `ConfigError`, `ModelTooLarge`.
     """
-    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # what it logs is told by errors here, or counted
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # its errors are raised or counted here
     device = choose_device(options.device)
     with no_downloaded_metrics(evaluate), redirect_stdout(sys.stderr):  # the library prints
         tasks = _load_tasks(options)
@@ -165,7 +165,7 @@ def _load_tasks(options: EvaluationOptions) -> Any:
 
 
 def _manager(options: EvaluationOptions) -> Any:
-    """Index the tasks. Own ones alone if they suffice: the library's 14,000 take ten seconds."""
+    """Index the tasks. Use only the user's own if they suffice: indexing the library's 14,000 takes ten seconds."""
     for directory in options.include:
         if not directory.is_dir():
             raise NotFound(f"{directory} is not a directory", "name the directory of your tasks' YAML with --include")

@@ -1,4 +1,4 @@
-"""What an evaluation found, as rows: one task or group of tasks each, with its metrics.
+"""Results of an evaluation, as rows: one for each task or group of tasks, with its metrics.
 
 `task_results` reads the dictionary that `lm_eval.evaluate` returns. Its keys of values are "METRIC,FILTER", and
 "METRIC_stderr,FILTER" for standard errors.
@@ -16,18 +16,18 @@ _STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a task."""
+    """One metric of a task."""
 
     metric: str
-    filter: str  # how an answer was taken from the model's output; "none" if as it is
+    filter: str  # how the answer was extracted from the model's output; "none" if it was not
     value: float | None  # None if it is not a finite number
     stderr: float | None  # None if the metric or the number of samples gives none
-    higher_is_better: bool | None  # None if the task does not say so
+    higher_is_better: bool | None  # None if the task does not define it
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """All figures of a task, or of a group of tasks."""
+    """All metrics of a task, or of a group of tasks."""
 
     task: str
     version: str
@@ -39,7 +39,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a model, with what is needed to get them again."""
+    """The metrics of a model, with the facts needed to reproduce them."""
 
     results: tuple[TaskResult, ...]
     truncated_requests: int  # requests longer than the model's context, whose beginning was cut off
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 def task_results(found: Mapping[str, Any]) -> tuple[TaskResult, ...]:
-    """Make a row of each task, in the order of the evaluation. Groups that aggregate nothing have none."""
+    """Return a row for each task, in the order of the evaluation. Groups without aggregated metrics have no row."""
     rows = []
     for name, values in found["results"].items():
         better = found.get("higher_is_better", {}).get(name) or {}
@@ -84,6 +84,6 @@ def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> tu
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):  # "N/A", or a metric that is no number
+    except (TypeError, ValueError):  # "N/A", or a metric that is not a number
         return None
     return number if math.isfinite(number) else None

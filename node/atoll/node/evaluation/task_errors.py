@@ -1,4 +1,4 @@
-"""Errors of tasks: their code and data are other people's and raise what they like.
+"""Errors of tasks: their code and data come from other people and can raise any exception.
 
 Needs neither `lm_eval` nor the network.
 """
@@ -21,7 +21,7 @@ LEAVE_OUT = "leave out this task"
 
 @contextmanager
 def task_errors(what: str) -> Iterator[None]:
-    """Turn what `what` ("task 'arc_easy'") raises into errors of ours, which say where it was raised."""
+    """Convert exceptions of `what` ("task 'arc_easy'") to `TaskUnusable`, which names the place."""
     try:
         yield
     except AtollError:
@@ -53,7 +53,7 @@ def _sentence(error: Exception) -> str:
 def no_downloaded_metrics(library: Any) -> Iterator[None]:
     """Refuse metrics whose code would come from the Hub: `library.load` (that of `evaluate`) raises `TaskUnusable`.
 
-    Those who call it may catch the error, so it is raised again at the end.
+    Callers of `library.load` may catch the error, so it is raised again at the end.
     """
     refused: list[TaskUnusable] = []
 

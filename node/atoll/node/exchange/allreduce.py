@@ -43,8 +43,8 @@ from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-_CODEC_GROWTH = 2.0  # decoded values have at most so many times the norm of the encoded ones
-_REPAIR_TURNS = 4  # holders that a repair has time to try one after another
+_CODEC_GROWTH = 2.0  # decoded values have at most this many times the norm of the encoded values
+_REPAIR_TURNS = 4  # holders that a repair has time to ask one after another
 
 _log = log.get("exchange")
 
@@ -111,7 +111,7 @@ class Exchange:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """The members that broke a rule, each with a sentence."""
+        """The members that broke a rule: peer → description."""
         return self._streams.faults
 
     @property
@@ -147,10 +147,10 @@ class Exchange:
         return ExchangeResult(self._average.digests, tuple(partial), verdicts, dict(self.faults))
 
     async def repair(self, digests: Sequence[bytes], sources: SourcesOfPart, timeout: timedelta) -> bool:
-        """After `run`: make the average what was settled; empty digests become a zero update.
+        """After `run`: replace parts so that they match the settled digests. An empty digest means a zero update.
 
-        `sources` names the members to ask for a part. Returns whether anything changed. Raises `RoundAbandoned` when
-        no member gave bytes with the settled digest in time.
+        `sources` names the members to ask for a part. Returns whether anything changed. Raises `RoundAbandoned` when no
+        member gave bytes with the settled digest in time.
         """
         have = self._average.digests
         if all(digests) and tuple(digests) == have:
@@ -165,21 +165,21 @@ class Exchange:
     async def audit(
         self, seed: bytes, asked: Collection[str], settle: dp.Settle, grace: timedelta, timeout: timedelta
     ) -> tuple[Dispute, ...]:
-        """After `repair`: check the averages of other reducers against what `asked`, the contributors, say they sent.
+        """After `repair`: check the averages of other reducers against the sketches of the contributors `asked`.
 
-        `grace`: for the answers of all; a member that gives none counts as unknown. `timeout`: for those of half. See
-        audit.py. Raises `RoundAbandoned`.
+        `grace`: how long to wait for all answers; a member that sends none counts as unknown. `timeout`: how long to
+        wait for contributors with half of the weight. See audit.py. Raises `RoundAbandoned`.
         """
         places = {peer: place for place, peer in enumerate(self._weights)}
         verdicts = {
             share.reducer: {it.contributor: it for it in settle.verdicts if it.reducer == places[share.reducer]}
             for share in self._average.reducer_shares
-            if share.reducer in asked  # else its verdicts came too late for Settle
+            if share.reducer in asked  # otherwise its verdicts came too late for Settle
         }
         return await self._auditor.run(seed, asked, verdicts, grace, timeout)
 
     def drop_sink(self) -> None:
-        """Stop passing the average to the sink; still serves members that lack parts.
+        """Stop passing the average to the sink. Members that lack parts are still served.
 
         The contribution may change from now on, so no more sketches are made of it.
         """
@@ -235,7 +235,7 @@ class Exchange:
 
 
 def _norm_limit(start: dp.Start, screen: Screen | None) -> Callable[[int], float] | None:
-    """The largest norm of an average of so many elements: that of its largest contribution, and what a codec adds."""
+    """The largest norm that an average of so many elements can have: from the most tokens, times the codec's growth."""
     if screen is None:
         return None
     most_tokens = max(item.weight for item in start.contributions)

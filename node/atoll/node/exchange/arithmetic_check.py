@@ -1,4 +1,4 @@
-"""Does this process compute the bits that all members compute? Asked once, before a node takes part in rounds.
+"""Checks that this process computes the same bits as all members. Runs once, before a node takes part in rounds.
 
 Members hold equal models because each of them decodes the same bytes and takes the same outer step. That needs IEEE 754
 arithmetic in fp32: round to nearest, subnormal numbers kept, no multiply-add contracted. A library that sets
@@ -31,7 +31,7 @@ def known_vector(seed: int) -> Tensor:
     words = b"".join(hashlib.sha256(b"%d/%d" % (seed, block)).digest() for block in range(_ELEMENTS * 4 // 32))
     integers_E = torch.frombuffer(bytearray(words), dtype=torch.int32)
     is_subnormal_E = integers_E % 16 == 0
-    is_subnormal_E[:256] = True  # whole blocks of them, so that scales are subnormal, too
+    is_subnormal_E[:256] = True  # whole blocks, so that scales are subnormal too
     subnormal_E = torch.bitwise_and(integers_E, 2**23 - 1).view(torch.float32)
     return torch.where(is_subnormal_E, subnormal_E, integers_E.to(torch.float32) * 2.0**-41)
 
@@ -53,7 +53,7 @@ def known_body(codec: Codec) -> bytes:
 
 
 def computed_digest() -> str:
-    """SHA-256 over what every codec, the mean and three outer steps make of known bytes."""
+    """SHA-256 of the results of every codec, the mean and three outer steps on known bytes."""
     anchor_E, momentum_E = known_vector(1), known_vector(2)
     total = hashlib.sha256()
     for name, codec in sorted(CODECS.items()):
@@ -66,7 +66,7 @@ def computed_digest() -> str:
 
 
 def require_equal_bits() -> None:
-    """Raise `ArithmeticDiffers` unless this thread computes what all members compute."""
+    """Raise `ArithmeticDiffers` unless this thread computes the same bits as all members."""
     half = torch.tensor([_SMALLEST_NORMAL]) * 0.5
     if not half.item():
         raise ArithmeticDiffers(

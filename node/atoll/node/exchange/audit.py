@@ -4,9 +4,8 @@ When all averages of a round are fixed, a seed draws some parts of every reducer
 contribution to these parts (sketch.py). Sketches are linear, so the sketch of an average must be the weighted sum of
 the sketches of the contributions that its reducer says are in it.
 
-The reducer's own contribution reaches nobody else, so a lie can always be explained by it. But then it has to be one
-that screening (screening.py) would have let in. So of A, the average, and T, the sum of the contributions that
-are known:
+No other member knows the reducer's own contribution, so it can explain any difference. But screening (screening.py)
+must have accepted it. So with A, the average, and T, the sum of the known contributions:
 
 - *Size.* ‖A − T‖ is at most what the unknown contributions may have, plus the codec's noise.
 - *Direction.* A − T does not point against T, by more than chance and the codec's shrinking explain. Judged over all
@@ -42,22 +41,22 @@ from atoll.node.exchange.weighted_sum import weights_in_sum
 from atoll.v1 import manifest_pb2
 
 MAX_AUDITED_PARTS = 512  # of one round
-_AUDITED_SHARE = 16  # one of so many parts of a reducer is drawn
+_AUDITED_SHARE = 16  # one of this many parts of a reducer is drawn
 _MIN_AUDITED = 2  # parts of a reducer
 SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
-_ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of contributions than the average's
+_ERROR_SLACK = 1.5  # factor for unusually large rounding errors, and for those of contributions
 _SIGMAS = 6.0
-_CHANCE_SIGMAS = 4.0  # unrelated vectors have a cosine of so many 1/√E at most
-_LEAST_SCALED = 0.3  # a contribution that is scaled down has the largest norm that is let in, or nearly
+_CHANCE_SIGMAS = 4.0  # unrelated vectors have a cosine of at most this many times 1/√E
+_LEAST_SCALED = 0.3  # a contribution that is scaled down has nearly the largest norm that is accepted
 _TINY = 1e-30
-_LEAST_COSINE = 0.1  # an honest contribution may point against the others by so much
-_MAX_UNKNOWN = 0.5  # of the weight; direction is not judged above it
+_LEAST_COSINE = 0.1  # the smallest cosine to the others, negated, that an honest contribution may have
+_MAX_UNKNOWN = 0.5  # share of the weight above which direction is not judged
 _NO_VERDICT = manifest_pb2.Verdict()
 
 
 @dataclass(frozen=True)
 class CodecNoise:
-    """What encoding may do to a vector: bounds in units of its norm, or of the square root of its length."""
+    """Bounds on a codec's rounding error, in units of the vector's norm or of the square root of its length."""
 
     relative: float
     absolute: float = 0.0  # of each element: the spacing of subnormal values
@@ -70,23 +69,23 @@ CODEC_NOISE = {
     "fp16": CodecNoise(0.01, absolute=6e-8),
     "int8": CodecNoise(0.03),
     "int4": CodecNoise(0.5),
-    "int2": CodecNoise(0.95, shrinking=0.9),  # of blocks with few large values, little is left
+    "int2": CodecNoise(0.95, shrinking=0.9),  # blocks with few large values lose most of their norm
 }
 
 
 @dataclass(frozen=True)
 class AuditedPart:
-    """One drawn part: the average as settled, and what its reducer says is in it."""
+    """One drawn part: the settled average, and the factors that its reducer reports."""
 
     index: int  # in the order of the vector
     elements: int
     average: Tensor  # the sketch of the decoded average, [128]
     factors: Sequence[float]  # of each contribution, in the order of the sum; 0: not in the sum
-    usual_error: float = math.inf  # the norm of the average's rounding errors, as its scales tell it
+    usual_error: float = math.inf  # the usual norm of the average's rounding errors, derived from its scales
 
 
 def draw_parts(seed: bytes, shares: Iterable[ReducerShare]) -> dict[str, tuple[int, ...]]:
-    """The parts to audit: reducer → indices in the order of the vector, ascending. The seed alone decides."""
+    """The parts to audit: reducer → indices in the order of the vector, ascending. They depend only on the seed."""
     shares = list(shares)
     most = max(1, MAX_AUDITED_PARTS // max(1, len(shares)))
 
@@ -103,41 +102,42 @@ def draw_parts(seed: bytes, shares: Iterable[ReducerShare]) -> dict[str, tuple[i
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about the contributions of one round."""
+    """Results of checking the contributions of one round."""
 
     sketches: Mapping[int, Mapping[int, Tensor]]  # place of a contribution → index of a part → sketch [128]
-    tokens: Sequence[int]  # of each contribution, in the order of the sum: by them its size is judged
+    tokens: Sequence[int]  # of each contribution, in the order of the sum; its size is judged by them
     weights: Sequence[int]  # likewise: its weight in the sum
     codec: str
     screen: Screen | None
-    on_probation: frozenset[int] = frozenset()  # places of contributions that have no say in screening
+    on_probation: frozenset[int] = frozenset()  # places of contributions that do not decide how others are screened
 
     @cached_property
     def judging(self) -> list[int]:
-        """Places of the contributions that have a say in screening."""
+        """Places of the contributions that decide how others are screened."""
         return [place for place, count in enumerate(self.tokens) if count > 0 and place not in self.on_probation]
 
     def judged_among(self, place: int, factors: Sequence[float]) -> list[int]:
-        """Places of the contributions among which one was judged, in a sum with these factors."""
+        """Places of the contributions with which the one at `place` was compared, in a sum with these factors."""
         if place not in self.on_probation:
             return self.judging
         return judged_with([other for other in self.judging if factors[other] > 0], place)
 
     def without(self, place: int) -> Evidence:
-        """The same, as if a contributor had said nothing."""
+        """This evidence without the sketches of one contributor."""
         return replace(self, sketches={other: it for other, it in self.sketches.items() if other != place})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Averages of a reducer do not match what contributors say that they sent."""
+    """A reducer's averages do not match the sketches that contributors sent."""
 
     reason: str
-    witness: int | None  # place of the contributor without whose word they match best; None: no one word explains it
+    # place of the contributor without whose sketches they match best; None: no single one explains the mismatch
+    witness: int | None
 
 
 Verdicts = Mapping[int, manifest_pb2.Verdict]
-"""What the round's manifest will say of one reducer's sums, by place of the contribution."""
+"""One reducer's verdicts as the manifest will have them, by place of the contribution."""
 
 
 def contradicted_verdicts(parts: Sequence[AuditedPart], evidence: Evidence, verdicts: Verdicts) -> str:
@@ -159,14 +159,15 @@ def contradicted_verdicts(parts: Sequence[AuditedPart], evidence: Evidence, verd
 
 
 def judge(parts: Sequence[AuditedPart], evidence: Evidence) -> Finding | None:
-    """Whether these averages of one reducer cannot be what it says they are.
+    """The finding against one reducer, if its averages cannot be the sums that it reports; else None.
 
-    A contributor may lie, too: about what it sent. If the averages fit as soon as one contributor's word is not
-    believed, that contributor or the reducer lies.
+    A contributor may also lie about what it sent. If the averages match once one contributor's sketches are ignored,
+    either that contributor or the reducer lies.
     """
     if not _examine(parts, evidence).reason:
         return None
-    for place in evidence.on_probation:  # these may be many, and accuse nobody
+    # members on probation may be many and one attacker, so their sketches accuse nobody
+    for place in evidence.on_probation:
         evidence = evidence.without(place)
     found = _examine(parts, evidence)
     if not found.reason:
@@ -179,7 +180,7 @@ def judge(parts: Sequence[AuditedPart], evidence: Evidence) -> Finding | None:
 @dataclass(frozen=True)
 class _Examination:
     reason: str  # why the averages cannot be the sums; empty if they can
-    excess: float  # the largest ratio of a difference to what is allowed
+    excess: float  # the largest ratio of a difference to its bound
 
 
 def _examine(parts: Sequence[AuditedPart], evidence: Evidence) -> _Examination:
@@ -206,7 +207,7 @@ def _examine(parts: Sequence[AuditedPart], evidence: Evidence) -> _Examination:
 
 
 class _Rounding:
-    """What the codec may have done to an average and to the contributions in it."""
+    """Bounds on the rounding errors of an average and of the contributions in it."""
 
     def __init__(self, part: AuditedPart, sums: _Sums, noise: CodecNoise) -> None:
         relative = min(noise.relative, _ERROR_SLACK * part.usual_error / max(sums.average, _TINY))
@@ -216,7 +217,7 @@ class _Rounding:
 
 
 class _Sums:
-    """The sketches of one part, added up."""
+    """The sums over the sketches of one part."""
 
     def __init__(self, part: AuditedPart, evidence: Evidence) -> None:
         self._part, self._evidence = part, evidence
@@ -225,10 +226,11 @@ class _Sums:
         counted = [place for place, factor in enumerate(part.factors) if factor > 0 and weights[place] > 0]
         total = sum(weights[place] for place in counted)
         told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}
-        norms = {place: float(sketch.norm()) for place, sketch in told.items()}  # of those not in the sum, too
+        # also of contributions that are not in the sum
+        norms = {place: float(sketch.norm()) for place, sketch in told.items()}
         limits = _NormBounds(norms, part, evidence)
         bounds = {place: limits.of(place) for place in counted}
-        known = [  # who tells of more than screening lets in is not believed
+        known = [  # a sketch larger than screening accepts is ignored
             place
             for place in counted
             if place in told and part.factors[place] * norms[place] <= SIZE_SLACK * bounds[place]
@@ -245,7 +247,8 @@ class _Sums:
         unknown = [place for place in counted if place not in given]
         self.unknown_share = sum(self.shares[place] for place in unknown)
         self.usual = self.unknown_share * max(norms.values(), default=0.0)
-        self.hidden = sum(self.shares[place] * bounds[place] for place in unknown)  # may be in the sum, unseen
+        # norm that unknown contributions may add to the sum
+        self.hidden = sum(self.shares[place] * bounds[place] for place in unknown)
         scaled = {place: part.factors[place] * norms[place] for place in known}
         self.spread = math.hypot(*(self.shares[place] * scaled[place] for place in known))
         self.strange_factor = next((place for place in known if self._is_strange(place, scaled, norms)), None)
@@ -258,39 +261,40 @@ class _Sums:
         least = _NormBounds(norms, part, evidence, least=True).of(place)
         scaled_ones = sum(0 < part.factors[other] < 1 for other in evidence.judging)
         minority = 2 * scaled_ones < len(evidence.judging)
-        if not minority and place not in evidence.on_probation:  # so many are scaled by the optimiser's bound only
+        # a minority was scaled by the usual norm, all others only by the optimiser's bound
+        if not minority and place not in evidence.on_probation:
             least = largest_norm(evidence.tokens[place], part.elements, evidence.screen)
-        if place in evidence.on_probation:  # the bounds here are those of the others
+        if place in evidence.on_probation:  # the bounds used here are those of members not on probation
             least *= PROBATION_NORM_RATIO / MAX_NORM_RATIO
         return scaled[place] < _LEAST_SCALED * least
 
 
 class _Direction:
-    """Whether the averages of several parts point against what was sent to them."""
+    """Whether the averages of several parts point against the contributions to them."""
 
     def __init__(self) -> None:
         self._along = self._allowed = self._variance = 0.0
 
     def add(self, sums: _Sums, opposed: float) -> None:
-        """`opposed`: how far A − T may honestly point against T."""
+        """Add a part. `opposed`: how far A − T may honestly point against T."""
         self._along += float(sums.rest_B @ sums.sum_B)
         self._allowed += opposed * sums.norm
         self._variance += (sums.rest * sums.norm) ** 2 / BUCKETS
 
     def contradiction(self) -> str:
-        """Why they do; empty if they do not."""
+        """Why the averages contradict the contributions; empty if they do not."""
         if self._along >= -self._allowed - _SIGMAS * math.sqrt(self._variance):
             return ""
         return "its averages point against what was sent"
 
 
 class _NormBounds:
-    """The norms to which screening limits contributions to one part: the largest that they can be, or the `least`."""
+    """The norm limits of screening for one part: the largest that they can be, or with `least` the smallest."""
 
     def __init__(
         self, norms: Mapping[int, float], part: AuditedPart, evidence: Evidence, *, least: bool = False
     ) -> None:
-        """`norms` are those that are known, by place; the reducer's own is not."""
+        """`norms`: the known norms, by place. The reducer's own is unknown."""
         self._norms, self._part, self._evidence, self._least = norms, part, evidence, least
         self._usual = self._usual_among(evidence.judging)
 
@@ -303,7 +307,7 @@ class _NormBounds:
         )
 
     def of(self, place: int) -> float:
-        """The bound for one contribution."""
+        """The norm limit of one contribution."""
         evidence, usual = self._evidence, self._usual
         if evidence.screen is None:
             return 0.0 if self._least else math.inf

@@ -1,4 +1,4 @@
-"""One member's audit of a round's averages: give sketches of its own contribution, ask for those of others, and judge.
+"""One member's audit of a round's averages: answer and request sketches of contributions, and judge the sums.
 
 audit.py has the rules. The audit begins when all averages are fixed, so it also covers parts that were repaired.
 """
@@ -40,8 +40,8 @@ from atoll.node.exchange.weighted_sum import SumRules
 from atoll.node.wire.transport import Stream
 
 SEED_BYTES = 32
-_LEAST_TIMEOUT = timedelta(seconds=5)  # of a request: a shorter one would end a healthy connection that is slow
-_MAX_REQUESTS = 2  # of one member, in one exchange
+_LEAST_TIMEOUT = timedelta(seconds=5)  # of a request; a shorter one would end a slow but healthy connection
+_MAX_REQUESTS = 2  # of one member in one exchange
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -51,10 +51,10 @@ _log = log.get("audit")
 
 @dataclass(frozen=True)
 class Dispute:
-    """Averages that do not match what contributors say that they sent."""
+    """A reducer's averages do not match the sketches that contributors sent."""
 
-    reducer: str | None  # None: it sent other bytes to this node, so somebody else may have made these up
-    contributor: str | None  # the one whose word alone contradicts the reducer: one of the two lies
+    reducer: str | None  # None: the reducer sent this node other bytes, so another member may have made these up
+    contributor: str | None  # the one whose sketches alone contradict the reducer: one of the two lies
     reason: str
 
 
@@ -85,16 +85,16 @@ class Auditor:
         self._streams = streams
         self._me, self._round_id = streams.me, streams.round_id
         self._requests: Counter[str] = Counter()
-        self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # by seed: this node's own sketches
+        self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # seed → this node's own sketches
         self._told: dict[str, dict[int, Tensor]] = {}  # sketches that others sent for `_told_seed`
         self._told_seed = b""
         self._closed = False
 
     def close(self) -> None:
-        """The contribution is about to change: no more sketches are made of it. Earlier ones are still given."""
+        """Make no more sketches, because the contribution is about to change. Earlier sketches are still sent."""
         self._closed = True
 
-    # --- what others ask ---------------------------------------------------------------------------
+    # --- requests of others ---------------------------------------------------------------------------
 
     async def answer(self, stream: Stream, seed: bytes) -> None:
         """Send the sketches of this node's contribution. Raises `PeerMisbehaved`, `RoundAbandoned`."""
@@ -109,7 +109,7 @@ class Auditor:
         await stream.send(FrameKind.PART, b"", body)
 
     async def _own_sketches(self, seed: bytes) -> dict[int, Tensor]:
-        """Sketches of this node's contribution to the drawn parts, without those that it reduces itself."""
+        """Sketches of this node's contribution to the drawn parts, except parts that it reduces itself."""
         if seed not in self._sketching:
             if self._closed:
                 raise RoundAbandoned(f"round {self._round_id} has ended on this node, so it has no sketches to send")
@@ -126,12 +126,12 @@ class Auditor:
         for index in indices:
             part = self._average.part(index)
             sketches[index] = sketcher.of(values_E[part.start : part.end])
-        if self._closed:  # it changed meanwhile
+        if self._closed:  # the contribution changed meanwhile
             raise RoundAbandoned(f"round {self._round_id} ended on this node while it made sketches")
         return sketches
 
     def _due(self, contributor: str, drawn: Mapping[str, Sequence[int]]) -> list[int]:
-        """Parts of which a contributor sends sketches: the drawn ones that others reduce, if it contributes."""
+        """Drawn parts of which a contributor must send sketches: those that others reduce. None if it has no weight."""
         if not self._weights[contributor]:
             return []
         return [index for reducer, indices in drawn.items() if reducer != contributor for index in indices]
@@ -139,7 +139,7 @@ class Auditor:
     def _sketcher(self, seed: bytes) -> Sketcher:
         return Sketcher(seed, self._average.longest_part)
 
-    # --- what this node asks -----------------------------------------------------------------------
+    # --- requests of this node ------------------------------------------------------------------------
 
     async def run(
         self,
@@ -149,7 +149,7 @@ class Auditor:
         grace: timedelta,
         timeout: timedelta,
     ) -> tuple[Dispute, ...]:
-        """Audit the averages of all other reducers, as they are held here now, from what `asked` say they sent.
+        """Audit this node's copy of all other reducers' averages with the sketches of the contributors `asked`.
 
         - `verdicts`: of each reducer whose verdicts are known.
         - `grace`: for the answers of all. `timeout`: until contributors with half of the tokens answered.
@@ -183,9 +183,9 @@ class Auditor:
             raise RoundAbandoned(f"this node has no sketches of {peer} to compare its contribution with")
 
     def check_contribution(self, peer: str, values_E: Tensor) -> None:
-        """Raise `PartInvalid` unless these values, fp32 [E], can be what the sketches of `peer` are of.
+        """Raise `PartInvalid` unless these values, fp32 [E], match the sketches of `peer`.
 
-        Only drawn parts have sketches; `require_sketches_of` comes first.
+        Only drawn parts have sketches. Call `require_sketches_of` first.
         """
         sketcher, noise = self._sketcher(self._told_seed), CODEC_NOISE[self._average.codec.name]
         for index, told_B in self._told[peer].items():
@@ -203,7 +203,7 @@ class Auditor:
         grace: timedelta,
         timeout: timedelta,
     ) -> dict[str, dict[int, Tensor]]:
-        """The answers of all within `grace`, or later as soon as they are enough."""
+        """The answers that arrive within `grace`, or later once contributors with half of the weight answered."""
         loop = asyncio.get_running_loop()
         began, waiting = loop.time(), set(asking.values())
         while True:
@@ -219,7 +219,7 @@ class Auditor:
         return told
 
     def _weight_in_sums(self, verdicts: Mapping[str, Verdicts]) -> dict[str, int]:
-        """The weight of each contributor; 0 on probation, or if most sums lack it, as they lack one that died."""
+        """The weight of each contributor. 0 on probation, or if most sums lack it (it probably died)."""
         lacking: Counter[int] = Counter()
         for told in verdicts.values():
             for place, verdict in told.items():
@@ -230,7 +230,7 @@ class Auditor:
         }
 
     async def _compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
-        """Run `work` beside the threads that compute the round's result."""
+        """Run `work` in another executor than the threads that compute the round's result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _judge(
@@ -239,7 +239,8 @@ class Auditor:
         peers = list(self._weights)
         disputes = []
         for reducer, audited in parts.items():
-            own = evidence.without(peers.index(reducer))  # nobody but itself got its own contribution to its share
+            # no other member received the reducer's own contribution to its share
+            own = evidence.without(peers.index(reducer))
             told = verdicts.get(reducer)
             said = contradicted_verdicts(audited, evidence, told) if told is not None else ""
             finding = Finding(said, None) if said else judge(audited, own)
@@ -250,7 +251,7 @@ class Auditor:
         return tuple(disputes)
 
     def _is_from_reducer(self, index: int) -> bool:
-        """Whether the reducer did not send this node other bytes than the settled ones."""
+        """Whether the reducer sent this node the settled bytes, or no bytes."""
         settled = self._average.digest(index)
         return self._from_reducers.get(index, settled) == settled
 
@@ -270,7 +271,7 @@ class Auditor:
     async def _sketches_of(
         self, peer: str, seed: bytes, drawn: Mapping[str, Sequence[int]], timeout: timedelta
     ) -> dict[int, Tensor]:
-        """Sketches of a member's contribution; none if it does not answer, or answers what is none."""
+        """Sketches of a member's contribution; empty if it does not answer or its answer is invalid."""
         due = self._due(peer, drawn)
         if not due:
             return {}

@@ -1,4 +1,4 @@
-"""One member's copy of a round's average: the encoded parts and their digests, and the sink for the decoded values.
+"""One member's copy of a round's average: encoded parts, their digests, and the sink for decoded values.
 
 All members have the same encoded bytes. They are kept to compare their digests and to send them to members that lack
 them. The decoded values go to the sink. Only `compute_part`, `put` and `zero` change a part.
@@ -27,10 +27,11 @@ from atoll.v1 import dataplane_pb2 as dp
 _MAX_HEADER_BYTES = 64  # a `PartHeader` has 16, and 8 for each factor
 
 AverageSink = Callable[[int, Tensor], object]
-"""Receives the index of a first element and the fp32 values from there on; the caller reuses their memory afterwards.
+"""Receives a first element's index and the fp32 values from there on. The caller reuses their memory afterwards.
 
 Called for a part piece by piece, and again when the part changes. The calls come from threads, for several parts at
-once, but never twice at once for the same part."""
+once, but never twice at once for the same part.
+"""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -46,7 +47,7 @@ class Average:
         executor: Executor,
         norm_limit: Callable[[int], float] | None = None,
     ) -> None:
-        """`norm_limit`: the largest norm that an average of so many elements can have; None: any."""
+        """`norm_limit`: elements → the largest norm that an average of that length can have; None: no limit."""
         ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
         self.codec: Codec = BY_NUMBER[start.codec]
         self.reducer_shares = reducer_shares(ranges, start.part_elements)
@@ -57,7 +58,7 @@ class Average:
         self._weights = [item.weight for item in start.contributions]
         self._bodies: list[Buffer | None] = [None] * len(self._parts)
         self._digests = [b""] * len(self._parts)
-        self._factors: dict[int, tuple[float, ...]] = {}  # of parts that do not hold every contribution in full
+        self._factors: dict[int, tuple[float, ...]] = {}  # only of parts that do not contain every contribution in full
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -85,7 +86,7 @@ class Average:
         return max((part.elements for part in self._parts), default=0)
 
     def factors(self, index: int) -> tuple[float, ...]:
-        """What the reducer says of each contribution's factor in a sum; empty: all that have a weight count in full."""
+        """The factor of each contribution in a sum, as its reducer reports it; empty: each one with a weight has 1."""
         return self._factors.get(index, ())
 
     def set_factors(self, index: int, factors: Sequence[float]) -> None:
@@ -111,7 +112,7 @@ class Average:
         ).SerializeToString()
 
     def check(self, frame: Frame, index: int, peer: str, number_in_stream: int | None = None) -> tuple[float, ...]:
-        """Check that a frame is the part that is due, before its body is used; returns the factors of its sum.
+        """Check that a frame is the expected part, before its body is used. Returns the factors of its sum.
 
         Raises `PartInvalid`.
         """
@@ -154,7 +155,7 @@ class Average:
         return rest
 
     async def put(self, index: int, body: Buffer, digest: bytes | None = None, factors: tuple[float, ...] = ()) -> None:
-        """Store a part's encoded bytes, and the factors that its reducer tells.
+        """Store a part's encoded bytes, and the factors that its reducer reports.
 
         Raises `PartInvalid` if they do not decode, do not match `digest`, or are larger than an average can be.
         """
@@ -181,13 +182,13 @@ class Average:
         self._bodies = [None] * len(self._parts)
 
     async def compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
-        """Run `work` in the executor. When cancelled, still waits for it: no part may change after that."""
+        """Run `work` in the executor. If cancelled, wait for it first: no part may change after this call."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             while not future.done():
-                with suppress(asyncio.CancelledError):  # a further cancellation
+                with suppress(asyncio.CancelledError):  # a second cancellation
                     await asyncio.wait([future])
             raise
 
@@ -205,7 +206,7 @@ class Average:
             sink(part.start + first, values_C)
 
         self.codec.open(body, part.elements).decode_pieces(take)
-        if math.hypot(*norms) > norm_limit:  # the sink takes the part anew, or a zero update, before it is used
+        if math.hypot(*norms) > norm_limit:  # the sink gets the part again, or a zero update, before it is used
             raise PartInvalid(f"an average has the norm {math.hypot(*norms):.3g}; {norm_limit:.3g} is possible")
         return body, found
 

@@ -140,7 +140,7 @@ class CheckedPart:
             take(first, piece_C)
 
     def usual_error(self) -> float:
-        """The norm that rounding errors of a part with these scales usually have; infinite if scales do not tell."""
+        """The usual norm of a part's rounding errors, derived from its scales; infinite if the codec cannot tell."""
         return self.codec._usual_error(self.fields)
 
 

@@ -1,7 +1,7 @@
-"""Copies of contributions for audits of training: give one's own to the auditor that was drawn, or fetch another.
+"""Copies of contributions for audits of training: give this node's own to the drawn auditor, or fetch another.
 
-This happens after the commit. A contribution is encoded anew, part by part, so no memory is needed for it; it may
-change at the next snapshot, and is given to nobody from then on.
+This happens after the commit. The contribution is encoded again part by part, so it needs no extra memory. It may
+change at the next snapshot, and no member gets it from then on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.transport import Stream
 
-_MAX_BEGUN = 2  # copies of one contribution
-_MAX_STREAMS = 2  # of one member: a new one may come before the last has ended
+_MAX_BEGUN = 2  # times that one contribution is sent
+_MAX_STREAMS = 2  # of one member; a new one may open before the last has ended
 
 
 class ContributionCopies:
-    """Gives this node's contribution to one exchange away, and fetches those of others."""
+    """Sends this node's contribution to one exchange to its auditor, and fetches those of others."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ContributionCopies:
         self._reader = peer
 
     def withhold(self) -> None:
-        """The contribution is about to change: nobody gets it any more."""
+        """Stop sending the contribution, because it is about to change."""
         self._reader = ""
 
     async def answer(self, stream: Stream) -> None:
@@ -63,7 +63,7 @@ class ContributionCopies:
                 part = self._average.part(index)
                 values_E = self._contribution()[part.start : part.end]
                 body = await self._average.compute(self._average.codec.encode, values_E)
-                self._require_reader(stream.peer_id)  # else it may have changed meanwhile
+                self._require_reader(stream.peer_id)  # otherwise it may have changed meanwhile
                 await stream.send(FrameKind.PART, self._average.header(index, averaged=False), body)
                 self._require_reader(stream.peer_id)
 
@@ -74,10 +74,10 @@ class ContributionCopies:
             )
 
     async def fetch(self, peer: str, out_E: Tensor, frame_timeout: timedelta) -> None:
-        """Write the contribution of `peer`, as a sum would have it, to `out_E`, fp32 [E].
+        """Write the decoded contribution of `peer` to `out_E`, fp32 [E].
 
-        Checks it against the sketches that `peer` sent for the audit of sums. Raises `PeerMisbehaved` for another
-        contribution, and other errors if it is not sent in time.
+        Checks it against the sketches that `peer` sent for the audit of sums. Raises `PeerMisbehaved` if it does not
+        match, and other errors if it does not arrive in time.
         """
         self._auditor.require_sketches_of(peer)
         async with self._streams.request(peer, frame_timeout, contribution=True) as stream:

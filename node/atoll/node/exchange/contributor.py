@@ -36,7 +36,7 @@ class Contributor:
     ) -> None:
         """`contribution`: this node's own, fp32 [E]; None if it has no weight.
 
-        `stall`: how long a reducer waits for the next frame. `is_silent`: whether this node's sums dropped a member.
+        `stall`: how long a reducer waits for the next frame. `is_silent`: peer → whether this node's sums dropped it.
         """
         self.from_reducers: dict[int, bytes] = {}  # part → digest of what its reducer itself sent
         self._average = average

@@ -1,4 +1,4 @@
-"""Exchanges of one node, as other members reach them: each stream goes to the exchange of its round."""
+"""Passes the streams of other members to the exchange of their round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExchangeServer:
     def __init__(self, network: Network, timeout: timedelta) -> None:
         self._timeout = timeout
         self._exchanges: dict[RoundId, Exchange] = {}
-        self._early = PeerSlots[str](_MAX_EARLY_STREAMS_PER_PEER)  # streams that wait for their exchange
+        self._early = PeerSlots[str](_MAX_EARLY_STREAMS_PER_PEER)  # streams whose exchange has not begun here
         self._begun = asyncio.Event()  # replaced by every `begin`
         network.handle(PROTOCOL, self._handle)
 

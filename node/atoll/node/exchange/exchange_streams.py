@@ -1,4 +1,4 @@
-"""The streams of one exchange: counted, ended with it, and the members that broke a rule on them."""
+"""The streams of one exchange: counts their bytes, ends them with it, and records members that broke a rule."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _log = log.get("exchange")
 
 
 class ExchangeStreams:
-    """Those that this node opens, and those that it serves."""
+    """The streams that this node opens and those that it serves."""
 
     def __init__(self, round_id: RoundId, network: Network) -> None:
         self.round_id = round_id
         self.me = network.peer_id
-        self.faults: dict[str, str] = {}  # peer → a sentence
+        self.faults: dict[str, str] = {}  # peer → description of the rule
         self._network = network
         self._serving: set[asyncio.Task[None]] = set()
         self._closing = BackgroundTasks()
@@ -44,12 +44,12 @@ class ExchangeStreams:
         return await self._network.open(peer, PROTOCOL, timeout)
 
     def header(self, **wanted: Any) -> bytes:
-        """Return the first message of a stream: of which round it is, and what is `wanted`."""
+        """Return the first message of a stream: the round, and what this node requests (`wanted`)."""
         return dp.ExchangeHeader(round=self.round_id.to_proto(), **wanted).SerializeToString()
 
     @asynccontextmanager
     async def request(self, peer: str, timeout: timedelta, **wanted: Any) -> AsyncIterator[Stream]:
-        """Ask a member for something of the round."""
+        """Send a request for something of the round to a member."""
         stream = await self.open(peer, timeout)
         with self.track(stream):
             await stream.send(FrameKind.MESSAGE, self.header(**wanted))
@@ -90,12 +90,12 @@ class ExchangeStreams:
             task.cancel()
 
     def fault(self, peer: str, reason: str) -> None:
-        """Remember the first rule that a member broke."""
+        """Log a broken rule, and keep the first one of each member."""
         self.faults.setdefault(peer, reason)
         _log.warning("peer misbehaved", peer=peer, reason=reason)
 
     def misbehaved(self, peer: str, reason: str) -> PeerMisbehaved:
-        """Remember it, and return the error for the member."""
+        """Record the broken rule, and return the error for the member."""
         self.fault(peer, reason)
         return PeerMisbehaved(reason)
 

@@ -1,7 +1,7 @@
 """Partition the flat vector among reducers, and each reducer's range into parts. Pure.
 
 Parts make the steps of an exchange overlap: while one part is sent, an earlier one is summed and a third returns. Many
-small parts overlap best and cost most: each is a frame, a digest, a verdict and some turns of the event loop.
+small parts overlap best but cost most: each needs a frame, a digest, a verdict and some turns of the event loop.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Reducer:
 
     @property
     def verdicts(self) -> tuple[manifest_pb2.Verdict, ...]:
-        """What the sums so far hold of contributions that are not in all of them in full, ordered by contributor."""
+        """Verdicts on the contributions that some sums so far lack or scale down, ordered by contributor."""
         judged = sorted(self._left_out.keys() | self._scaled.keys() | self._missing.keys())
         return tuple(
             manifest_pb2.Verdict(
@@ -218,7 +218,7 @@ class Reducer:
     # --- sums ----------------------------------------------------------------------------------------
 
     async def _collect(self, part: Part, half_time: float) -> dict[str, PieceSource]:
-        """The values of this part, from this node and every contributor that sent them."""
+        """The values of this part from this node and from every contributor that sent them."""
         values: dict[str, PieceSource] = {}
         for peer, queue in self._queues.items():
             received = await self._next_values(queue, half_time)
@@ -251,7 +251,7 @@ class Reducer:
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:
-            # the values are finite but their mean is not, or none counts: no contributor is at fault
+            # the values are finite but their mean is not, or none has weight: no contributor is at fault
             _log.warning("part has no average", part=part.index, reason=str(error))
 
     def _encode_mean(self, elements: int, values: Mapping[str, PieceSource]) -> tuple[memoryview, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Repair: members fetch parts that a reducer sent to some members but not to them.
 
-By then the members have agreed on the digest of every part, so a holder need not be trusted. When its bytes do not
+Before a repair, the members agree on the digest of every part, so a holder need not be trusted. When its bytes do not
 match the digest, the next holder is asked, and the liar is not asked again.
 """
 
@@ -63,7 +63,7 @@ class RepairClient:
         self._frame_timeout = frame_timeout  # for a holder's next frame
 
     async def fetch(self, wanted: Mapping[int, bytes], sources: SourcesOfPart, timeout: timedelta) -> None:
-        """Put the bytes that have these digests. Raises `RoundAbandoned` when no source gives one of them in time."""
+        """Fetch the bytes with these digests. Raises `RoundAbandoned` if no source sends one of them in time."""
         self._wanted = dict(wanted)
         self._sources = {index: [peer for peer in sources(index) if peer != self._streams.me] for index in wanted}
         self._last_failure = "nobody is said to hold it"

@@ -7,23 +7,23 @@ The reducer of a part screens it, using only the inner products of the contribut
   bound. A second bound is twice the largest change that the optimiser can make with so many tokens; it applies even to
   a single contribution, and when most are zero. A contribution with less than a quarter of the usual norm would only
   dilute the sum: it is left out.
-- *Direction.* The score of a contribution is the median of its cosines to the others. A minority can neither raise
-  its own score nor push an honest score below the lowest of the other honest ones. The score is compared with the usual
-  one, that of the others among themselves: noise has 0 of it, a flipped sign less. The contribution with the lowest
-  ratio, if below 0.3, is left out, and the rest are screened again. A contribution with fewer tokens has more noise:
-  its threshold shrinks with the square root of its tokens.
+- *Direction.* The score of a contribution is the median of its cosines to the others. A minority can neither raise its
+  own score nor push an honest score below the lowest of the other honest ones. The score is divided by the usual score,
+  that of the others among themselves. Noise has the ratio 0, a flipped sign a negative one. The contribution with the
+  lowest ratio, if below 0.3, is left out, and the rest are screened again. A contribution with fewer tokens has more
+  noise: its threshold shrinks with the square root of its tokens.
 
-Contributions on probation have no say in this (core/probation.py): each is judged as if it were alone with those of
-the others that are kept. So however many they are, they neither push out an honest member nor protect one another. One
-of more than the usual norm is scaled down to that, since all of them together could make every step longer. Its
-direction has to agree with those of the others nearly as much as they agree among themselves.
+Contributions on probation do not influence these comparisons (core/probation.py). Each is compared only with the kept
+contributions of other members. So even many of them neither push out an honest member nor protect one another. A norm
+above the usual norm is scaled down to it, because many of them together could lengthen every step. Their direction must
+agree with the others nearly as much as the others agree among themselves.
 
 Fewer than half of the other contributions can be left out, first for their direction, then for their size. Directions
 are not screened when there are fewer than three contributions, or when the usual cosine is no larger than chance. A
 zero vector has no direction. When half are zero, none is too small: rows of tokens that a member did not see are zero.
 
-An attack within the spread of honest contributions still works (Baruch et al. 2019, arXiv:1902.06156).
-Measured in docs/adr/0004.
+An attack within the spread of honest contributions still works (Baruch et al. 2019, arXiv:1902.06156). Measured in
+docs/adr/0004.
 
 Inner products are fp64 sums, in the order that the BLAS chooses. Factors are rounded to few bits, so that simulations
 agree with real processes, except for a contribution exactly at a threshold.
@@ -44,8 +44,8 @@ MIN_NORM_RATIO = 0.25  # to the usual norm: smaller contributions are left out
 NORM_EXPONENTS = (0.5, 0.75, 1.0)  # norm ∝ tokens^x: smallest, usual and largest x
 MIN_COSINE_RATIO = 0.3  # to the usual cosine: contributions below it are left out
 PROBATION_COSINE_RATIO = 0.8  # likewise, of contributions on probation
-CHANCE_COSINE_SIGMAS = 4.0  # a usual cosine within so many standard deviations of unrelated vectors is chance
-MIN_CONTRIBUTIONS = 3  # to screen directions and small norms
+CHANCE_COSINE_SIGMAS = 4.0  # a usual cosine within this many standard deviations of unrelated vectors is chance
+MIN_CONTRIBUTIONS = 3  # that are necessary to screen directions and small norms
 
 _Bounds = tuple[float, float]  # largest ratio to the usual norm, smallest ratio to the usual cosine
 _USUAL = MAX_NORM_RATIO, MIN_COSINE_RATIO
@@ -114,7 +114,7 @@ def factors_from_products(
     for place, factor in zip(judging, judge(judging, _USUAL), strict=True):
         factors[place] = factor
     kept = [place for place in judging if factors[place] > 0]
-    least = PROBATION_COSINE_RATIO if len(kept) > 1 else MIN_COSINE_RATIO  # one agrees with itself, without noise
+    least = PROBATION_COSINE_RATIO if len(kept) > 1 else MIN_COSINE_RATIO  # one contribution agrees fully with itself
     for place in range(len(tokens)):
         if on_probation[place]:
             factors[place] = judge(judged_with(kept, place), (PROBATION_NORM_RATIO, least))[-1] if kept else 0.0
@@ -122,9 +122,9 @@ def factors_from_products(
 
 
 def judged_with(kept: Sequence[int], place: int) -> list[int]:
-    """The contributions among which one on probation, the last of them, is judged; `kept` are not on probation.
+    """The contributions with which one on probation, the last in the list, is compared. `kept`: those not on probation.
 
-    A single one counts twice: so it alone says how large the other may be, and where it must point.
+    If only one is kept, it is listed twice: it alone then determines the size and direction that are accepted.
     """
     return [*kept, *(kept if len(kept) == 1 else ()), place]
 
@@ -132,7 +132,7 @@ def judged_with(kept: Sequence[int], place: int) -> list[int]:
 def _judge(
     products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen, bounds: _Bounds = _USUAL
 ) -> tuple[float, ...]:
-    """The factors of contributions that all have a say."""
+    """The factors of contributions that are all compared with each other."""
     most, least_cosine = bounds
     tokens_n = torch.tensor(tokens, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
@@ -155,36 +155,38 @@ def _judge(
 
 
 def largest_norm(tokens: int, elements: int, screen: Screen) -> float:
-    """The largest norm that the optimiser can reach with so many tokens, with the room that screening leaves."""
+    """The largest norm that screening accepts for so many tokens: what the optimiser can reach, times a margin."""
     return MAX_NORM_RATIO * screen.max_change_per_token * math.sqrt(elements) * tokens
 
 
 class UsualNorm:
-    """The norm to which all contributions limit each of them, if only some norms are known."""
+    """The norm limit of each contribution that follows from the usual norm, if only some norms are known."""
 
     def __init__(
         self, norms: Sequence[float], tokens: Sequence[int], unknown: Sequence[int], *, least: bool = False
     ) -> None:
-        """Take what is known.
+        """Compute the possible usual norms.
 
         - `norms`, `tokens`: of the contributions that are known.
         - `unknown`: tokens of the others, which may have any norm.
-        - `least`: the smallest that the limits can be; else the largest.
+        - `least`: compute the smallest possible limits; otherwise the largest.
         """
         self._choose, self._no_limit = (min, 0.0) if least else (max, math.inf)
-        self._usual: list[tuple[int, float]] = []  # (usual tokens, usual norm), each that may be
+        self._usual: list[tuple[int, float]] = []  # each possible pair (usual tokens, usual norm)
         nonzero = [(norm, count) for norm, count in zip(norms, tokens, strict=True) if norm > 0]
         total = len(nonzero) + len(unknown)
-        place = total // 2 - (len(unknown) if least else 0)  # the unknown are all above the known, or below
+        # assume all unknown norms are above the known ones, or all below
+        place = total // 2 - (len(unknown) if least else 0)
         if total < MIN_CONTRIBUTIONS or not 0 <= place < len(nonzero):
             return
         counts, first = sorted([*(count for _, count in nonzero), *unknown]), len(nonzero) // 2
-        for middle in {*counts[first : first + len(unknown) + 1]}:  # the median of those not zero is one of these
+        # the median of the nonzero contributions is one of these
+        for middle in {*counts[first : first + len(unknown) + 1]}:
             norm = sorted(norm / (count / middle) ** NORM_EXPONENTS[1] for norm, count in nonzero)[place]
             self._usual.append((middle, norm))
 
     def limit(self, tokens: int) -> float:
-        """The norm to which a contribution with so many tokens is limited."""
+        """The norm to which a contribution with `tokens` tokens is limited."""
         smallest, _, largest = NORM_EXPONENTS
         limits = [
             MAX_NORM_RATIO * norm * max((tokens / middle) ** smallest, (tokens / middle) ** largest)

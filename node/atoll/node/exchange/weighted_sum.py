@@ -1,4 +1,4 @@
-"""The average of one part: screen the contributions, sum them in the order of the members, encode the mean once. Pure.
+"""The average of one part: screen contributions, sum them in the order of the members, encode the mean once. Pure.
 
 Contributions stay encoded until here and are decoded in pieces: once for the sum, and before that once for the inner
 products if they are screened. A piece of all members fits into the processor's cache. So decoding twice costs less time
@@ -29,7 +29,7 @@ _MIN_PIECE_ELEMENTS = 2**14  # shorter pieces cost more in calls than they save 
 
 @dataclass(frozen=True)
 class SumRules:
-    """What every sum of an exchange follows."""
+    """The rules that every sum of an exchange follows."""
 
     weights: Mapping[str, int]  # of each contribution, in the order of the sum
     tokens: Mapping[str, int]  # by which screening judges its size
@@ -46,9 +46,9 @@ class SumRules:
 
 
 def weights_in_sum(weights: Sequence[int], factors: Sequence[float], on_probation: Sequence[bool]) -> list[int]:
-    """Weights of the contributions in one sum: 0 for those that are left out.
+    """Weights of the contributions in one sum; 0 for a contribution that is left out.
 
-    Those on probation weigh at most a third of the others that are in this very sum.
+    All members on probation together weigh at most a third of the other members in this sum.
     """
     there = [weight if factor > 0 else 0 for weight, factor in zip(weights, factors, strict=True)]
     return limit_weights(there, on_probation) if any(on_probation) else there
@@ -133,7 +133,7 @@ class RunningSum:
     """Σ sᵢ·xᵢ in the order of the calls; each product and each sum is rounded to fp32 on its own."""
 
     def __init__(self, sum_C: Tensor, product_C: Tensor) -> None:
-        """Use the caller's memory; its present contents are ignored."""
+        """Use the caller's memory; its contents are overwritten."""
         self.sum_C = sum_C
         self._product_C = product_C
         self._empty = True

@@ -30,7 +30,7 @@ from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer
 from atoll.node.state.tensor_file import LayerLayout
 
-ORIGIN_FILE = "atoll.json"  # of adapters: `peft` warns of keys that it does not know
+ORIGIN_FILE = "atoll.json"  # of adapters; a separate file, because `peft` warns of unknown keys
 DEFAULT_SHARD_BYTES = 50e9  # the default of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,7 +59,8 @@ def export_huggingface(
 
     A run of adapters gives adapter_config.json, adapter_model.safetensors and atoll.json instead. With `base`, the
     directory of its pretrained weights, it gives the whole model with the adapters merged. One parameter is in memory
-    at a time; one layer if adapters are merged. `cache`: where the node keeps its corpus, which may have the tokenizer.
+    at a time; one layer if adapters are merged. `cache`: the node's folder for its corpus, which may contain the
+    tokenizer.
 
     Raises `AlreadyExists`, `ConfigError` if the checkpoint does not match its run spec or the tokenizer cannot be
     loaded, `UsageError` for a `base` that the run does not use, `PretrainedWeightsUnusable`, `CheckpointCorrupt` and
@@ -137,7 +138,7 @@ def shape_of(model: StoredModel, section: ModelSection) -> ModelShape:
 
 
 def _tensor_groups(model: StoredModel, shape: ModelShape) -> list[TensorGroup]:
-    """List every parameter under Llama's name, one per group."""
+    """List every parameter under its name in Llama, one per group."""
     with torch.device("meta"):
         layout = FlatLayout.of(Decoder(shape))
     return [stored_tensor_group(model, slot, _llama_name(slot.name, shape.layers)) for slot in layout.slots]

@@ -1,7 +1,7 @@
 """Writer of safetensors files, tensor by tensor in any order, with one tensor in memory at a time.
 
-Shapes are known before values. Every file therefore gets its header and its space at once, and each tensor is written
-to its place when it is made. File names, shard sizes and the index follow `transformers`. Within a file, tensors are in
+Shapes are known before values. So every file gets its header and its full size first, and each tensor is written to its
+place when it is computed. File names, shard sizes and the index follow `transformers`. Within a file, tensors are in
 the order of their names, so that the file has the same bytes as one written by the format's own library.
 """
 
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are made together, fp32 on the host."""
+    """Tensors that are computed together, fp32 on the host."""
 
     shapes: Mapping[str, Shape]
     make: Callable[[], dict[str, Tensor]]

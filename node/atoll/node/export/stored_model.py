@@ -2,8 +2,8 @@
 
 A checkpoint of a node contains the layers that the node held. `join_checkpoints` combines those of several nodes.
 
-The check reads one piece of a file into memory at a time. The files then stay open, so a node that trains may delete a
-checkpoint meanwhile.
+The check reads one piece of a file into memory at a time. The files then stay open, so a training node may delete a
+checkpoint while it is exported.
 
 Shape suffix: E elements to read.
 """
@@ -118,7 +118,7 @@ def join_checkpoints(models: Sequence[StoredModel]) -> StoredModel:
     """Join checkpoints of one round to all layers of the model, without reading tensors.
 
     `models` has at least one entry; they may overlap and be in any order. Raises `CheckpointCorrupt` if they are of
-    different rounds, and `NotFound` with the layers that no checkpoint holds.
+    different rounds, and `NotFound`, which names the layers that no checkpoint holds.
     """
     one = models[0]
     if any(item.head.hash != one.head.hash for item in models):

@@ -43,7 +43,7 @@ def write_huggingface_model(
     facts: Mapping[str, object],
     base: Path | None,
 ) -> None:
-    """Write all files but the tokenizer's into an empty directory.
+    """Write all files except the tokenizer's into an empty directory.
 
     `facts`: provenance, for config.json. Raises `ConfigError` if the checkpoint does not match its run spec,
     `UsageError`, `PretrainedWeightsUnusable`, `CheckpointCorrupt`, `OSError`.
@@ -77,7 +77,7 @@ def write_huggingface_model(
 def _write_adapter(
     section: HuggingFaceModel, model: StoredModel, layout: FlatLayout, output_format: OutputFormat
 ) -> None:
-    """Write adapters as `peft` loads them: without the adapter's name in the names of tensors."""
+    """Write adapters in the form that `peft` loads: tensor names without the adapter's name."""
     assert section.adapter is not None
     assert section.base is not None
     config: Any = lora_configuration(section.adapter)
@@ -104,7 +104,7 @@ def _tied_head_name(architecture: HuggingFaceArchitecture, layout: FlatLayout) -
 def _merged_groups(
     architecture: HuggingFaceArchitecture, model: StoredModel, layout: FlatLayout, base: BaseFiles, borrower: str | None
 ) -> list[list[TensorGroup]]:
-    """Make the base's parameters, except `borrower`, with the adapters merged, by layer.
+    """Return the base's parameters, except `borrower`, with the adapters merged, by layer.
 
     The merge is that of Hu et al. 2021, section 4.1. Each layer is one group.
     """
@@ -114,7 +114,7 @@ def _merged_groups(
     def merge(layer: int) -> dict[str, Tensor]:
         from peft.tuners.lora import LoraLayer
 
-        gc.collect()  # the modules of the layer before refer to one another in cycles
+        gc.collect()  # modules of the previous layer refer to each other in cycles
         span = SpanModel(architecture.span_definition(Span(layer, layer)), torch.device("cpu"))
         pretrained_weights.load(architecture, base.directory, span, base.check)
         for name, view in span.trained_layout.views(span.weights_E):
@@ -138,7 +138,7 @@ def _base_parameters(named: Mapping[str, Tensor], borrower: str | None) -> dict[
 
 
 def _meta_model(architecture: HuggingFaceArchitecture) -> Any:
-    """Build a model of the family's class on the meta device, with a configuration of its own."""
+    """Build a model of the family's class on the meta device, with its own copy of the configuration."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -198,7 +198,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 def _write_configuration(
     empty: Any, output_format: OutputFormat, tokenizer: Tokenizer, facts: Mapping[str, object]
 ) -> None:
-    """Write the configuration files beside the weights, as `save_pretrained` of a whole model does."""
+    """Write the configuration files next to the weights, as `save_pretrained` of a whole model does."""
     end = tokenizer.separator[0] if tokenizer.separator else None
     for holder in (empty.config, empty.generation_config):
         holder.bos_token_id, holder.eos_token_id, holder.pad_token_id = None, end, None

@@ -30,7 +30,7 @@ from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_
 from atoll.node.system.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 from atoll.v1 import membership_pb2 as mb
 
-if TYPE_CHECKING:  # a seed's limits are enforced without torch
+if TYPE_CHECKING:  # a seed has limits but no torch
     from atoll.node.trainer.trainer import TrainerFacts
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
@@ -58,12 +58,12 @@ class LimitTargets:
 
     traffic: TrafficLimiter
     session: Pausable | None
-    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` if it exceeds them
+    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` if the model exceeds them
     facts: Callable[[], TrainerFacts | None]
 
 
 def not_training() -> InvalidTransition:
-    """The error for a command that only a training node can carry out."""
+    """Return the error for a command that only a training node can execute."""
     return InvalidTransition(
         "this member does not train: it is a seed, or it is still starting",
         "if it is a node, try again in a few seconds",
@@ -73,7 +73,7 @@ def not_training() -> InvalidTransition:
 class LimitEnforcer:
     """Applies one node's limits and its owner's last pause, resume or finish.
 
-    It has many methods: the steps of one look at the machine, and the handlers of the local API.
+    It has many methods: the steps of one observation of the machine, and the handlers of the local API.
     """
 
     def __init__(self, loaded: LoadedConfig, clock: Clock) -> None:
@@ -83,7 +83,7 @@ class LimitEnforcer:
         self._clock = clock
         self._targets: LimitTargets | None = None
         self._overruled_causes: frozenset[PauseCause] = frozenset()  # limits overruled by `resume --force`
-        self._finishing = False  # the saved intent differs from `intent`: it is for the next start
+        self._finishing = False  # the saved intent, for the next start, differs from `intent`
         self._changed = asyncio.Event()
         self._change_lock = asyncio.Lock()
         self._machine_usage = MachineUsage(clock.monotonic())
@@ -94,18 +94,18 @@ class LimitEnforcer:
 
     @property
     def loaded(self) -> LoadedConfig:
-        """The configuration with the limits that apply now, and the origin of each value."""
+        """The configuration with the current limits, and the origin of each value."""
         return self._loaded
 
     @property
     def config(self) -> NodeConfig:
-        """The configuration with the limits that apply now."""
+        """The configuration with the current limits."""
         return self._loaded.config
 
     async def attach(self, targets: LimitTargets) -> None:
         """Begin to enforce the limits; the first decision is applied when this returns."""
         self._targets = targets
-        await asyncio.to_thread(self._power.restore)  # a killed daemon may have left its cap
+        await asyncio.to_thread(self._power.restore)  # a daemon that was killed may have left its power cap
         self._traffic.limit_rates(targets.traffic, self.config)
         await self.observe_and_enforce()
 
@@ -149,7 +149,7 @@ class LimitEnforcer:
     # --- observing -------------------------------------------------------------------------------------
 
     async def observe_and_enforce(self) -> None:
-        """Count traffic, observe the machine, decide, and pause or resume the session. `attach` comes first."""
+        """Count traffic, observe the machine, decide, and pause or resume the session. Call `attach` first."""
         targets = self._targets
         assert targets is not None
         self._traffic.count(targets.traffic)
@@ -159,7 +159,8 @@ class LimitEnforcer:
             self._end_expired_pause()
         await self._apply_power_cap(targets)
         before, seen = self.decision, await self._observe()
-        paused_by = {before.cause} if not before.train else set()  # also while mains power settles
+        # also while the settle time after the return of mains power runs
+        paused_by = {before.cause} if not before.train else set()
         # a limit that allows training again is no longer overruled
         self._overruled_causes &= active_causes(self.config.policy, seen) | paused_by
         self.decision = decide(self.config.policy, seen, before, self._overruled_causes)
@@ -181,7 +182,7 @@ class LimitEnforcer:
         )
 
     def _apply(self) -> None:
-        """Pause or resume the session as `reason` says. Idempotent."""
+        """Pause or resume the session according to `reason`. Idempotent."""
         session = self._targets.session if self._targets is not None else None
         if session is None:
             return
@@ -201,20 +202,20 @@ class LimitEnforcer:
 
     @property
     def _why(self) -> mb.NodeReason:
-        """The same as a typed reason."""
+        """The typed reason for the pause."""
         if self.intent.is_paused_at(self._clock.unix()) or self.decision.cause is None:
             return mb.NODE_REASON_PAUSED_BY_OWNER
         return _REASONS[self.decision.cause]
 
     def _seconds_to_next_look(self) -> float:
-        """Seconds to the next observation, or to the end of a pause if that is sooner."""
+        """Seconds to the next observation, or to the end of a pause if it is sooner."""
         left = float("inf") if self.intent.until_unix is None else self.intent.until_unix - self._clock.unix()
         return max(0.0, min(OBSERVE_INTERVAL.total_seconds(), left))
 
     # --- power and warnings ----------------------------------------------------------------------------
 
     async def _apply_power_cap(self, targets: LimitTargets) -> None:
-        """Set the cap once the device is known, and again when the limit changes."""
+        """Set the power cap once the device is known, and again when the limit changes."""
         facts = targets.facts()
         if facts is None:
             return
@@ -253,7 +254,7 @@ class LimitEnforcer:
         self._overruled_causes = self._overruled_causes | paused_by if request.get("force") else frozenset()
         self._set_intent(OwnerIntent())
         if self._targets is not None:
-            await self.observe_and_enforce()  # with that limit overruled, another may still apply
+            await self.observe_and_enforce()  # the limit in force is now overruled, but another one may still apply
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("intent", "")}
 
     def _set_intent(self, intent: OwnerIntent) -> None:
@@ -264,7 +265,7 @@ class LimitEnforcer:
         self._save_intent(intent)
 
     def _end_expired_pause(self) -> None:
-        """Clear a pause whose time is over; the caller applies the result."""
+        """Clear a pause whose time is over; the caller applies the change."""
         self.intent = OwnerIntent()
         if not self._finishing:
             self._save_intent(self.intent)
@@ -305,7 +306,7 @@ class LimitEnforcer:
         names = ", ".join(f"ATOLL_{key.upper()}" for key in overridden)
         self._warn("environment", f"the next start takes {names} from the environment instead" if overridden else "")
         self._loaded = new
-        # decide anew under the new limits, without waiting for mains power to settle
+        # decide again under the new limits, without the settle time of mains power
         self.decision = TrainingDecision(True, self.decision.cause)
         self._traffic.limit_rates(targets.traffic, self.config)
         self._requested_power_cap = None

@@ -26,7 +26,7 @@ _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 
 def on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
-    """Report whether the machine runs on its own battery or UPS; a mouse's battery does not count."""
+    """Return whether the machine runs on its own battery or UPS; a mouse's battery does not count."""
     try:
         kinds = {path: _read_word(path / "type") for path in supplies.iterdir()}
     except OSError:

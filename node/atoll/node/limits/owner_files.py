@@ -17,7 +17,7 @@ from atoll.core import log
 from atoll.core.files import write_atomic
 from atoll.node.system.training_policy import month_of
 
-MONTHS_KEPT = 24  # those counted into last
+MONTHS_KEPT = 24  # the months that traffic was counted for last
 _INTENT_FILE, _TRAFFIC_FILE = "owner.json", "traffic.json"
 
 _log = log.get("owner")
@@ -32,7 +32,7 @@ class OwnerIntent:
     finished: bool = False  # paused by `atoll finish`
 
     def is_paused_at(self, unix: float) -> bool:
-        """Report whether the pause applies at that time."""
+        """Return whether the pause applies at that time."""
         return self.paused and (self.until_unix is None or unix < self.until_unix)
 
     def reason(self, unix: float) -> str:
@@ -71,7 +71,7 @@ class MonthlyTraffic:
         self._counted = 0  # bytes of this process already added
 
     def count(self, process_total: int, local: datetime) -> int:
-        """Add what `process_total` grew by to the month of `local`; return the bytes of that month."""
+        """Add the growth of `process_total` since the last call to the month of `local`; return that month's bytes."""
         month = month_of(local)
         self._bytes[month] = self._bytes.pop(month, 0) + process_total - self._counted
         self._counted = process_total

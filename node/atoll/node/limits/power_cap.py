@@ -1,8 +1,8 @@
 """The GPU's power cap, set through NVIDIA's management library (NVML).
 
 The driver keeps a cap after the process ends. So `power.json` records the previous cap first, and exit restores it; if
-the daemon is killed, its next start does. Most machines allow only root to set a cap. Without that right training goes
-on, and `atoll status` says why there is no cap.
+the daemon is killed, its next start does. Most machines allow only root to set a cap. Without that right training
+continues uncapped, and `atoll status` shows the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = log.get("power")
 
 
 class PowerCapRefused(AtollError):
-    """The driver or this GPU refused the cap; training goes on without it."""
+    """The driver or this GPU refused the cap; training continues without it."""
 
 
 class PowerCap:
@@ -54,7 +54,7 @@ class PowerCap:
         _log.info("power cap set", watts=watts)
 
     def restore(self) -> None:
-        """Restore the caps from before the first `apply`, of this process or of one that was killed."""
+        """Restore the caps from before the first `apply` of this process, or of an earlier process that was killed."""
         try:
             written = json.loads(self._path.read_bytes())
             before = dict(written["milliwatts"])

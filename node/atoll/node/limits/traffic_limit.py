@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError
 from atoll.node.config import NodeConfig
 from atoll.node.limits.owner_files import MonthlyTraffic
 
-TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash loses the count of at most this much time
+TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash loses at most the count of this time
 _BYTES_PER_MBIT = 1e6 / 8
 
 
@@ -44,7 +44,7 @@ class TrafficLimit:
         self.month_bytes = self._month.count(limiter.bytes_total, local_time(self._clock))
 
     def set_remaining(self, limiter: TrafficLimiter, monthly_bytes: float) -> None:
-        """Give the limiter the bytes left this month, so that traffic between two looks cannot exceed them.
+        """Give the limiter the bytes left this month, so that traffic between two observations cannot exceed them.
 
         `monthly_bytes` of 0 lifts the limit.
         """
@@ -52,7 +52,7 @@ class TrafficLimit:
         limiter.set_remaining_bytes(monthly_bytes - self.month_bytes if monthly_bytes else math.inf)
 
     def save_is_due(self) -> bool:
-        """Report whether the last save was `TRAFFIC_SAVE_INTERVAL` ago."""
+        """Return whether the last save was `TRAFFIC_SAVE_INTERVAL` ago."""
         return self._clock.monotonic() - self._saved_at_monotonic >= TRAFFIC_SAVE_INTERVAL.total_seconds()
 
     def save(self) -> str:

@@ -18,7 +18,7 @@ _REMEDY = "download the run's weights and give their directory: atoll join --bas
 class BaseFiles:
     """The directory of a run's pretrained weights.
 
-    A file must pass `check` before it is read. One process hashes a file at most once.
+    A file must pass `check` before it is read. `check` hashes each file at most once in a process.
     """
 
     def __init__(self, section: BaseSection, directory: Path | None) -> None:
@@ -37,7 +37,7 @@ class BaseFiles:
         self._section, self._checked = section, set[str]()
 
     def check(self, name: str) -> None:
-        """Check that a file is one of the run's, bit for bit. Raises `PretrainedWeightsUnusable`."""
+        """Check that a file has the digest in the run spec. Raises `PretrainedWeightsUnusable`."""
         wanted = self._section.files.get(name)
         if wanted is None:
             raise PretrainedWeightsUnusable(

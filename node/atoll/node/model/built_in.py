@@ -29,7 +29,7 @@ class BuiltInArchitecture:
         last = self.layers - 1
         with torch.device("meta"):
             decoder = Decoder(self.shape, activation_checkpointing)
-            decoder.layers[last] = Head(self.shape)  # always with its own matrix; `SpanModel` ties it
+            decoder.layers[last] = Head(self.shape)  # always has its own matrix; `SpanModel` ties it
         for index in range(self.layers):
             if index not in span:
                 decoder.layers[index] = nn.Identity()

@@ -15,7 +15,8 @@ from atoll.node.model.hf_configuration import NON_MODEL_KEYS, build_configuratio
 from atoll.node.model.huggingface import build_architecture, read_configuration
 from atoll.node.model.pretrained_weights import tensor_files
 
-_TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # they do not change the model
+# these keys do not change the model
+_TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}
 
 
 def describe(directory: Path, name: str) -> tuple[str, list[str]]:
@@ -52,7 +53,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
 
 
 def _data(config: Any) -> dict[str, Any]:
-    """Select the keys that define the model, with all defaults: other versions of the library may have others."""
+    """Return the keys that define the model, with all defaults, which may differ in other library versions."""
     keys = known_keys(type(config)) - _TOKENS
     return {key: _without_nothing(value) for key, value in config.to_dict().items() if key in keys}
 
@@ -66,7 +67,7 @@ def _check_complete(section: HuggingFaceModel, config: Any) -> None:
 
 
 def _without_nothing(value: Any) -> Any:
-    """Remove nulls from tables: TOML has no null."""
+    """Remove nulls from tables, because TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_nothing(each) for key, each in value.items() if each is not None}
     return value

@@ -1,8 +1,9 @@
 """Document masks: attention within each document of a packed sample, and positions that restart with each. Pure.
 
 A sample packs documents back to back. Without masks a token attends to the documents before its own. With masks it
-attends only to its own (Zhao et al. 2024, arXiv:2402.13991; Llama 3, arXiv:2407.21783, section 3.2), so that the model
-computes what it computes for each document alone. All of it follows from one bit a token: does a document start here?
+attends only to its own (Zhao et al. 2024, arXiv:2402.13991; Llama 3, arXiv:2407.21783, section 3.2), so that the result
+is the same as for each document alone. Masks and positions follow from one bit of each token: whether a document starts
+there.
 
 Shape suffixes: B batch, T sequence, H heads, K key-value heads, E head dimension.
 """
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Documents(NamedTuple):
-    """What the attention of every block needs to know of a micro-batch's documents."""
+    """Inputs of every block's attention for the documents of a micro-batch."""
 
-    positions_BT: Tensor  # int64, from 0 in each document
+    positions_BT: Tensor  # int64, counted from 0 in each document
     mask: Tensor | BlockMask  # Tensor: [B,1,T,T], 0 where a token attends and -inf elsewhere
 
 
@@ -32,7 +33,7 @@ def document_positions(starts_BT: Tensor) -> Tensor:
 
 
 def attends(starts_BT: Tensor) -> Tensor:
-    """Tell which token (rows) attends to which (columns), bool [B,1,T,T]: the earlier ones of its document, itself."""
+    """Return which token (row) attends to which (column), bool [B,1,T,T]: itself and earlier ones of its document."""
     documents_BT = starts_BT.cumsum(dim=1)
     same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
     return same_BTT.tril().unsqueeze(1)
@@ -41,8 +42,8 @@ def attends(starts_BT: Tensor) -> Tensor:
 def documents_of(starts_BT: Tensor) -> Documents:
     """Build positions and mask, once for all blocks. Compiled CUDA code gets a block mask of flex attention instead.
 
-    The mask has the dtype in which blocks multiply: torch would convert another one in every block, and keep each of
-    the results until backward.
+    The mask has the dtype in which blocks multiply: torch would convert a mask of another dtype in every block, and
+    keep each result until backward.
     """
     positions_BT = document_positions(starts_BT)
     if torch.compiler.is_compiling() and starts_BT.is_cuda:

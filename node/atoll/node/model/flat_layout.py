@@ -37,7 +37,7 @@ class FlatLayout:
     """The mapping between a model's parameters and one flat vector; a tied parameter appears once."""
 
     slots: tuple[Slot, ...]
-    layer_offsets: tuple[int, ...]  # where each layer starts, then the length of the vector
+    layer_offsets: tuple[int, ...]  # start of each layer, then the length of the vector
 
     @classmethod
     def of(cls, model: Decoder) -> FlatLayout:
@@ -73,9 +73,9 @@ class FlatLayout:
             yield slot.name, flat_E[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
     def bind(self, model: nn.Module, weights_E: Tensor, gradients_E: Tensor | None) -> None:
-        """Replace the model's parameters and gradients by views of two flat tensors; ties stay ties.
+        """Replace the model's parameters and gradients by views of two flat tensors; tied parameters stay tied.
 
-        Without gradients the parameters become constants. Parameters that are not in this layout stay as they are.
+        Without gradients the parameters become constants. Parameters that are not in this layout do not change.
         """
         named = dict(model.named_parameters())
         bound: dict[nn.Parameter, nn.Parameter] = {}

@@ -24,7 +24,7 @@ def generate(
 ) -> list[int]:
     """Sample `count` tokens that follow `prompt` (at least one token).
 
-    `logits_of`: tokens [B,T] → logits [B,T,V]. `window`: most tokens of context.
+    `logits_of`: tokens [B,T] → logits [B,T,V]. `window`: largest number of context tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)

@@ -16,8 +16,8 @@ from atoll.core.model_spec import MAX_CONFIG_LAYERS, AdapterSection
 from atoll.node.model.tokenizer import HF_REMEDY
 
 _LEGACY_ROPE = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
-_UNDECLARED = {"head_dim"}  # families read it although their configuration need not declare it
-NON_MODEL_KEYS = {  # in every configuration: labels, outputs, facts about the file
+_UNDECLARED = {"head_dim"}  # families read this key although their configuration need not declare it
+NON_MODEL_KEYS = {  # keys of every configuration: labels, outputs, facts about the file
     *("transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "problem_type"),
     *("output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
     *("use_cache", "_name_or_path", "auto_map"),
@@ -50,7 +50,7 @@ def build_configuration(
     chosen.pop("model_type")
     try:
         made: Any = cls(**chosen)
-    except Exception as error:  # untrusted data; every family checks it in its own way
+    except Exception as error:  # untrusted data, which every family checks in a different way
         raise UnsupportedModel(
             f"[model] config: {_reason(error)}", "correct the value; sizes must fit together"
         ) from error

@@ -1,4 +1,4 @@
-"""What the body of a Hugging Face decoder gives its blocks for a sample of several documents.
+"""Arguments that a Hugging Face decoder's body passes to its blocks for a sample of several documents.
 
 The library masks documents where positions restart, in families whose body builds its masks with the library's common
 functions. Other families ignore positions, or have blocks that carry a state past the end of a document.
@@ -17,7 +17,7 @@ from atoll.node.model.document_masks import attends, document_positions
 
 
 class RecordingBlock(nn.Module):
-    """Placeholder for a block; keeps what it was given beside its input, and returns its input."""
+    """Placeholder for a block: records its arguments other than the input, and returns the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,17 +29,17 @@ class RecordingBlock(nn.Module):
 
 
 def gets_documents(given: dict[str, Any], starts_BT: Tensor) -> bool:
-    """Return whether a block is told to attend within documents only, with positions that restart in each."""
+    """Return whether a block's arguments restrict attention to documents and restart positions in each document."""
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (starts_BT.shape[1],) * 2:
         return False
-    allowed = mask > -1.0 if mask.is_floating_point() else mask.bool()  # masks that are added are very negative
+    allowed = mask > -1.0 if mask.is_floating_point() else mask.bool()  # additive masks have very negative values
     across, own = allowed & ~attends(starts_BT), allowed.diagonal(dim1=2, dim2=3)
     return not bool(across.any()) and bool(own.all()) and _restarts(given, starts_BT)
 
 
 def _restarts(given: dict[str, Any], starts_BT: Tensor) -> bool:
-    """Return whether rotations, or else positions, are those of the first document in every document."""
+    """Return whether rotations, or else positions, are the same in every document as in the first."""
     positions_BT = document_positions(starts_BT)
     rotations = list(_tensors(given.get("position_embeddings")))
     if not rotations:

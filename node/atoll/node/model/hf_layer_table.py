@@ -22,7 +22,7 @@ def layer_table(
 
     Frozen parameters are counted apart from trained ones. Blocks that differ from one another are of different kinds.
     The FLOPs of a mixture of experts are those of the experts that one token is routed to; its parameters are those of
-    all experts. `masked_bytes_per_token`: what a block keeps besides, with document masks.
+    all experts. `masked_bytes_per_token`: additional memory of a block with document masks.
     """
     last = architecture.layers - 1
     span_definition = architecture.span_definition(Span(0, last))
@@ -79,7 +79,7 @@ def _flops(
 def _met(parameter: Tensor, chosen: int) -> float:
     """Count the elements of a parameter that a token is multiplied with.
 
-    A stack of experts counts with the experts that a token is routed to. Vectors cost next to nothing and count as 0.
+    Of a stack of experts, only those that a token is routed to count. Vectors cost very little and count as 0.
     """
     if parameter.dim() < 2:
         return 0.0

@@ -1,8 +1,8 @@
 """`RunModel` of a Hugging Face decoder: seeded weights, a pretrained base, or LoRA adapters on a frozen base.
 
 Seeded weights of a layer are equal in every span that contains it: each layer is initialised by the family's own rules
-with a generator of its own, each adapter with a generator seeded by its name. One node initialises at genesis and the
-others fetch its bytes: torch does not promise equal random sequences on all machines.
+with a generator of its own, each adapter with a generator seeded by its name. At genesis one node initialises, and the
+other nodes fetch its bytes: torch does not promise equal random sequences on all machines.
 
 Importing this module imports `transformers`, which takes seconds; `run_model.py` does so only for such a run.
 """
@@ -117,8 +117,8 @@ def _initialise_layer(model: SpanModel, seed: int) -> None:
 def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return the initial values of one factor of an adapter; `name` is its name in the whole model.
 
-    An adapter initially changes nothing: the second factor is zero, the first is uniform within 1/√inputs (Hu et al.
-    2021, arXiv:2106.09685, as in `peft`).
+    An adapter initially does not change the output: the second factor is zero, the first is uniform within 1/√inputs
+    (Hu et al. 2021, arXiv:2106.09685, as in `peft`).
     """
     values = torch.zeros(shape)
     if "lora_A" in name:

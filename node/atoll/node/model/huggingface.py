@@ -51,7 +51,7 @@ class HuggingFaceArchitecture:
 
     @property
     def tie(self) -> Tie | None:
-        """The tie of the head's matrix to the embedding's, if they are one."""
+        """The tie of the head's matrix to the embedding's, if the model has one."""
         if not self.config.get_text_config().tie_word_embeddings:
             return None
         return Tie(f"{self.module_paths.embedding}.weight", f"{self.module_paths.head}.weight")
@@ -85,7 +85,7 @@ class HuggingFaceArchitecture:
         )
 
     def _build(self) -> Any:
-        """Build the whole model on the meta device; a tied head gets a matrix of its own."""
+        """Build the whole model on the meta device; a tied head gets a separate matrix."""
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
@@ -170,7 +170,8 @@ class HuggingFaceArchitecture:
         """
         model, paths = self._build(), self.module_paths
         blocks = [model.get_submodule(f"{paths.blocks}.{index}") for index in range(paths.blocks_count)]
-        mixes = any(isinstance(part, nn.Conv1d) for block in blocks for part in block.modules())  # state-space blocks
+        # blocks with state, such as state-space blocks
+        mixes = any(isinstance(part, nn.Conv1d) for block in blocks for part in block.modules())
         recorders = [RecordingBlock() for _ in blocks]
         self._remove_other_layers(model, Span(0, 0))
         for index, recorder in enumerate(recorders):
@@ -194,7 +195,7 @@ def build_architecture(config: Any, lora: Any = None) -> HuggingFaceArchitecture
         return HuggingFaceArchitecture(config, lora)
     except AtollError:
         raise
-    except Exception as error:  # raised by the code of any family
+    except Exception as error:  # the code of a family can raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModel(
             f"{config.model_type} cannot be built from [model] config: {reason}",
@@ -211,7 +212,7 @@ def read_configuration(directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # untrusted data; every family checks it in its own way
+    except Exception as error:  # untrusted data, which every family checks in a different way
         raise ConfigError(
             f"{directory} has no configuration that the installed transformers knows: {error}",
             "name a directory with a config.json of a supported architecture",
@@ -219,7 +220,7 @@ def read_configuration(directory: Path) -> Any:
 
 
 def _refuse_remote_code(config: Any) -> None:
-    """Raise `UnsupportedModel` if an untrusted configuration names code to fetch, or quantised weights."""
+    """Raise `UnsupportedModel` if an untrusted configuration refers to code to download, or to quantised weights."""
     for part in (config, config.get_text_config()):
         for key, value in vars(part).items():
             if "implementation" in key and isinstance(value, str) and not value.isidentifier():
@@ -229,7 +230,7 @@ def _refuse_remote_code(config: Any) -> None:
 
 
 def _adapt(model: Any, lora: Any) -> None:
-    """Insert LoRA adapters (Hu et al. 2021, arXiv:2106.09685) and freeze all else. Raises `ConfigError`."""
+    """Insert LoRA adapters (Hu et al. 2021, arXiv:2106.09685) and freeze all other parameters. Raises `ConfigError`."""
     from peft import inject_adapter_in_model
 
     if lora.modules_to_save or lora.bias != "none":

@@ -38,7 +38,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """First layer, tokens [B,T] → [B,T,D]. It owns the matrix when embeddings are tied."""
+    """First layer, tokens [B,T] → [B,T,D]. It owns the shared matrix if embeddings are tied."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ class Attention(nn.Module):
             )
         if not isinstance(documents.mask, Tensor):
             return flex_attention_of(query_BHTE, key_BKTE, value_BKTE, documents.mask, grouped=self.grouped)
-        groups = query_BHTE.shape[1] // key_BKTE.shape[1]  # repeated: no fused kernel takes a mask and fewer key heads
+        # key heads are repeated, because no fused kernel takes a mask and fewer key heads
+        groups = query_BHTE.shape[1] // key_BKTE.shape[1]
         return nn.functional.scaled_dot_product_attention(
             query_BHTE,
             key_BKTE.repeat_interleave(groups, dim=1),
@@ -143,7 +144,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, if it is shared."""
+    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix if the head shares it."""
 
     def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([embedding, *blocks, head])
 
     def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
-        """`starts_BT` (bool) tells where documents start, if each is computed alone (`document_masks.py`)."""
+        """`starts_BT` (bool): where documents start, if each is computed separately (`document_masks.py`)."""
         x = tokens_BT
         documents = documents_of(starts_BT) if starts_BT is not None else None
         for layer in self.layers:

@@ -35,15 +35,15 @@ class Weights(Protocol):
         ...
 
     def local_slice(self, part: slice) -> slice:
-        """Return which elements of this device belong to a part."""
+        """Return the slice of this device's elements that belong to a part."""
         ...
 
     def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
-        """Select the elements of this device from a part of any vector: [P of the part], on the vector's device."""
+        """Return this device's elements of a part of any vector: [P of the part], on the vector's device."""
         ...
 
     def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
-        """Write local values to their positions in a vector; its other elements stay as they are."""
+        """Write local values to their positions in a vector; its other elements do not change."""
         ...
 
     def read(self, part: slice = ALL) -> Tensor:
@@ -59,7 +59,7 @@ class Weights(Protocol):
         ...
 
     def restore(self, values_P: Tensor) -> None:
-        """Set the weights to what `read` returned."""
+        """Set the weights to values that `read` returned."""
         ...
 
 
@@ -122,7 +122,7 @@ class ShardSlices:
 
     @classmethod
     def largest_share_ratio(cls, layout: FlatLayout, size: int) -> float:
-        """Compute how many times its even share the largest device of `size` has.
+        """Return the size of the largest device's shard, as a multiple of an equal share among `size` devices.
 
         The largest is the first: no device has longer runs.
         """
@@ -144,7 +144,7 @@ class ShardSlices:
 
 
 class ShardedWeights:
-    """The weights of one device of several: a shard of every parameter, each with memory of its own."""
+    """The weights on one of several devices: a shard of every parameter, each in its own memory."""
 
     def __init__(self, shards: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
         """`memory`: this device's shard of each parameter, contiguous."""

@@ -19,8 +19,8 @@ from atoll.v1 import plan_pb2
 
 TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
-_KEPT_WIDTHS = 5.0  # vectors of model width that a block keeps besides
-_MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at once
+_KEPT_WIDTHS = 5.0  # additional vectors of model width that a block keeps
+_MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at the same time
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
@@ -30,7 +30,7 @@ class StageTraffic:
 
     micro_batch_tokens: int
     sequence_length: int
-    credits: int  # most micro-batches between forward and backward here: the credits of the upstream stage
+    credits: int  # largest number of micro-batches between forward and backward here: the credits of the upstream stage
     masks: MaskMemory = NO_MASKS  # of documents
 
 
@@ -71,8 +71,8 @@ def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -
 def stage_trainer_memory_bytes(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
     """Estimate the memory of a trainer process that computes a stage, bytes.
 
-    It adds to `span_memory` what outer rounds keep (an anchor and a snapshot) and what waits to be sent or used:
-    outputs that the next stage has no room for, and a borrowed matrix, both as received bytes and as tensors.
+    It adds to `span_memory` the memory of outer rounds (an anchor and a snapshot) and of data that waits to be sent or
+    used: outputs that the next stage has no room for, and a borrowed matrix, both as received bytes and as tensors.
     """
     own = sum(row.parameters for row in table.layers[span.first : span.last + 1])
     out = table.layers[span.last].activation_bytes_per_token if span.last + 1 < len(table.layers) else 0
@@ -124,12 +124,12 @@ def _dense(row: plan_pb2.LayerInfo) -> int:
 
 
 def padded_rows(samples: int, devices: int) -> int:
-    """Round a micro-batch up so that all devices compute the same number of rows; some rows may have no weight."""
+    """Round a micro-batch up so that all devices compute equally many rows; some rows may have no weight."""
     return devices * -(-samples // devices)
 
 
 def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, share_ratio: float) -> int:
-    """Compute how much of `memory_bytes` is left for what one device alone would take.
+    """Return how much of `memory_bytes` is left for the memory that a single device would need.
 
     Each device gathers the embedding and the head with their gradient, the block that computes with its gradient, and
     the next block. Each device holds frozen parameters in full. `share_ratio` is how many times an even share the
@@ -145,6 +145,6 @@ def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, sh
 def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:
     """Count the bytes of the copy that a trainer of all layers needs to evaluate an anchor.
 
-    It keeps the trained weights there meanwhile.
+    The copy keeps the trained weights during the evaluation.
     """
     return FP32_BYTES * sum(row.parameters for row in table.layers)

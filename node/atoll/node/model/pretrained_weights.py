@@ -27,17 +27,17 @@ from atoll.node.model.span_model import TrainableModel
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # values of other dtypes are quantised: they need a scale
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes are quantised values, which need a scale
 
 
 def _trusted(_: str) -> None:
-    """Accept every file: the directory is our own."""
+    """Accept every file, because this program wrote the directory."""
 
 
 def load(
     architecture: HuggingFaceArchitecture, directory: Path, model: TrainableModel, check: Check = _trusted
 ) -> None:
-    """Load a span's parameters from a checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
+    """Load a span's parameters from a checkpoint; adapters do not change. Raises `CheckpointCorrupt`.
 
     `check` gets the name of every file before it is read, and raises if the file must not be read.
     """

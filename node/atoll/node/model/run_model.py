@@ -1,4 +1,4 @@
-"""The model of a run, as trainers need it: span definitions, layer table, initial parameters, memory estimate.
+"""The model of a run, for trainers: span definitions, layer table, initial parameters, memory estimate.
 
 `RunModel` hides which kind of model a run trains: the built-in decoder (`BuiltInRunModel`) or a Hugging Face decoder
 (`hf_run_model.py`). `run_model` chooses between them from the run spec.
@@ -44,7 +44,7 @@ class RunModel(Protocol):
         ...
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = ...) -> None:
-        """Check all that a trainer of the span (None: of any layer) needs besides data.
+        """Check all files that a trainer of the span (None: of any span) needs in addition to data.
 
         `on_progress` is called after each file. Raises `PretrainedWeightsUnusable`.
         """
@@ -105,7 +105,7 @@ def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunMo
 
 
 def allocate_span(run: RunModel, span: Span, device: torch.device, activation_checkpointing: bool = False) -> SpanModel:
-    """Allocate a span's parameters: frozen ones get their values, trained ones are zero."""
+    """Allocate a span's parameters: frozen ones are loaded, trained ones are zero."""
     model = SpanModel(run.architecture.span_definition(span, activation_checkpointing), device)
     run.load_frozen(model)
     return model
@@ -121,8 +121,8 @@ def initialise_into(run: RunModel, model: TrainableModel, anchor_E: Tensor) -> N
 def write_initial_weights(run: RunModel, path: Path) -> None:
     """Write the initial parameters to a file, for genesis on a node that cannot hold the model.
 
-    All elements are in layer order, fp32 little-endian, with the bits that the order `Initialise` produces. At most one
-    layer is in memory at a time. The file is synced to disk on return. Raises `DataDirUnusable`.
+    All elements are in layer order, fp32 little-endian, bit for bit the values that the order `Initialise` produces. At
+    most one layer is in memory at a time. The file is synced to disk on return. Raises `DataDirUnusable`.
     """
     try:
         with path.open("wb") as file:

@@ -1,7 +1,7 @@
 """Reader of safetensors files, one tensor at a time.
 
 The format's own library maps the whole file privately for torch. Where process memory is limited, the mapping counts
-towards the limit. Here a tensor takes its own bytes and nothing else.
+towards the limit. This reader needs memory for one tensor only.
 """
 
 from __future__ import annotations

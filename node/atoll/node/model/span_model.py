@@ -31,7 +31,7 @@ class Tie:
 
 
 class Run(Protocol):
-    """A span as a function. `starts_BT`: where documents start, bool, if each is computed alone; None: all of it."""
+    """A span as a function. `starts_BT`: where documents start (bool), if each is separate; None: one document."""
 
     def __call__(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor: ...
 
@@ -63,7 +63,7 @@ class SpanDefinition:
 class SpanModule(nn.Module):
     """A span definition as one module, for torch functions that need a module: `run` is a plain function.
 
-    It computes with the parameters that `module` has at the time.
+    It computes with the current parameters of `module`.
     """
 
     def __init__(self, span_definition: SpanDefinition) -> None:
@@ -91,11 +91,11 @@ class Architecture(Protocol):
 
 
 class TrainableModel(Protocol):
-    """A span in memory, as optimisers see it: all of it on one device, or this device's shards."""
+    """A span in memory, as seen by optimisers: all of it on one device, or this device's shards."""
 
     span_definition: SpanDefinition
     device: torch.device
-    trained_layout: FlatLayout  # layout of all trained parameters, on this device or not
+    trained_layout: FlatLayout  # layout of all trained parameters, including those on other devices
     frozen_layout: FlatLayout
     weights: Weights
 
@@ -128,7 +128,7 @@ class TrainableModel(Protocol):
         ...
 
     def gather_gradients(self) -> None:
-        """Complete the gradients after backward; before that they are where backward left them."""
+        """Complete the gradients after backward; until then they are where backward left them."""
         ...
 
     def norms(self) -> tuple[float, ...]:
@@ -178,7 +178,7 @@ class SpanModel:
         )
 
     def _bind_tied_weight_copy(self) -> nn.Parameter:
-        """Give the borrower a view of the tied matrix, with a gradient of its own.
+        """Give the borrower a view of the tied matrix, with a separate gradient.
 
         The view shares the owner's memory if this span contains the owner.
         """

@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of how it encodes, hexadecimal; the name does not count."""
+        """Hexadecimal SHA-256 of how the tokenizer encodes, without its name."""
         ...
 
     def encode(self, text: bytes) -> NDArray[Any]:
@@ -110,7 +110,10 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(json.dumps([kind, rules, self.separator]).encode()).hexdigest()
 
     def rust_description(self) -> str:
-        """Return the JSON of the Rust library, which makes the same tokenizer of it. Raises what the library raises."""
+        """Return the Rust library's JSON description, from which it builds the same tokenizer.
+
+        Raises the library's errors.
+        """
         return str(self._tokenizer.backend_tokenizer.to_str())
 
     def encode(self, text: bytes) -> NDArray[Any]:

@@ -26,7 +26,7 @@ class RouteHandler(Protocol):
     """The node's end of one route: `RouteConnection`, or a fake in tests."""
 
     async def serve(self, stream: Stream, first: bytes, header: pb.StageMessage) -> None:
-        """Forward the stream's messages until it ends. `first` is its first header, which `header` is parsed from."""
+        """Forward the stream's messages until it ends. `first` is its first header, `header` the same one parsed."""
         ...
 
 

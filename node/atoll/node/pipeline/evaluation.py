@@ -19,20 +19,20 @@ Outcome = HeldOutLoss | AtollError
 
 
 class Evaluation:
-    """One evaluation. `done` gets the loss, or the error that prevents it."""
+    """One evaluation. It calls `done` with the loss, or with the error that prevented it."""
 
     def __init__(self, corpus: TrainingCorpus, samples: int, anchor: int, done: Callable[[Outcome], None]) -> None:
-        """`samples` of a micro-batch. `anchor`: the committed tokens of the anchor to evaluate."""
+        """`samples`: of a micro-batch. `anchor`: the committed tokens of the anchor to evaluate."""
         self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples
         self._sets = held_out_sets(corpus)
         self._done_sets: list[SourceLoss] = []
         self._flush_weight = 0.0  # its targets, in samples
-        self._taken = self._flush_windows = 0  # of the set under way
-        self._total = self._weight = 0.0  # likewise
+        self._taken = self._flush_windows = 0  # windows taken of the current set, and in this flush
+        self._total = self._weight = 0.0  # sums over the current set
 
     def next(self, most: int) -> list[Tensor]:
-        """Tokens [B,T+1] of the next flush: at most `most` micro-batches of one set, all of the same size."""
+        """Tokens [B,T+1] of the next flush: at most `most` micro-batches of one set. All have the same size."""
         windows = self._sets[0][1][self._taken :]
         size = min(self._samples, len(windows))
         taken = windows[: min(most, len(windows) // size) * size]
@@ -41,7 +41,7 @@ class Evaluation:
         return list(torch.split(tokens_BT, size))
 
     def add(self, loss: float) -> bool:
-        """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""
+        """Add the mean loss of the flush. After the last flush, call `done` and return True."""
         self._total += loss * self._flush_weight
         self._weight += self._flush_weight
         self._taken += self._flush_windows

@@ -7,8 +7,9 @@ stage is also the driver: it gets micro-batches (`begin_flush`) and decides how 
 A flush ends with one verdict, which only the first stage makes: step, or skip because a gradient is not finite. Before
 the verdict, only gradients have changed on any stage. On any error all links are cut (`disconnect`). A stage that has
 not reported its part of the flush then drops its gradients. A stage that has reported keeps them, since the flush may
-have been decided. When the route begins anew (`begin`), it learns the newest decision: it steps if its flush was
-decided, and drops the gradients otherwise. It can miss at most one decision, because none is made without its report.
+have been decided. When the route restarts (`begin`), this stage learns the newest decision. It steps if its flush was
+decided, and otherwise drops the gradients. A stage can miss at most one decision, because the first stage decides only
+with every stage's report.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ class FlushMachine:
 
     def __init__(self, place: StagePosition, compute: StageCompute, clip_norm: float) -> None:
         self.place = place
-        self.last_flush = 0  # the last flush of this incarnation that is over on this stage
+        self.last_flush = 0  # the last flush of this incarnation that ended on this stage
         self.last_result: FlushResult | None = None  # driver: end of the newest flush; None until it has ended
-        self.ready = False  # this stage and all after it take part in flushes
+        self.ready = False  # this stage and all later stages take part in flushes
         self.last_decision: Decision | None = None  # the newest decision that this stage knows
         self._incarnation = 0
         self._joined = False  # this stage knows whether its flush of the previous incarnation was decided
@@ -146,13 +147,16 @@ class FlushMachine:
         self._actions: deque[Action] = deque()
         self._outgoing: list[Outgoing] = []
         self._inboxes: dict[int, Inbox] = {}  # by flush
-        self._tied_weights: TiedWeights | None = None  # the newest of any flush: it travels on a link of its own
+        self._tied_weights: TiedWeights | None = None  # the newest of any flush, because it has a link of its own
         self._undecided: Decision | None = None  # the flush that this stage had reported when its links broke
 
     # --- incarnations -------------------------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """Forget all work under way after the links broke, except a flush that may be decided with this report."""
+        """Drop all work in progress after the links broke.
+
+        A flush that this stage reported is kept, as it may be decided.
+        """
         self._require_consistent_weights()
         if self.awaiting_verdict:
             self._undecided = Decision(self._incarnation, self.last_flush + 1)
@@ -172,13 +176,13 @@ class FlushMachine:
             self._join(None)
 
     def drop_undecided(self) -> None:
-        """Drop a flush that was reported and whose decision is unknown: this stage gets other weights."""
+        """Drop a reported flush whose decision is unknown, because this stage gets other weights."""
         if self._undecided is not None:
             self._undecided = None
             self._compute.abort()
 
     def _join(self, told: Decision | None) -> None:
-        """Step or drop the undecided flush. Tell downstream the newest decision; the last stage announces `Ready`."""
+        """Step or drop the undecided flush. Send the newest decision downstream; the last stage announces `Ready`."""
         if self._undecided is not None and self._undecided == told:
             self._apply_step(told.factor)
         self.drop_undecided()
@@ -281,7 +285,7 @@ class FlushMachine:
     # --- actions ------------------------------------------------------------------------------------
 
     def advance(self) -> list[Outgoing] | None:
-        """Execute the next action. Returns the messages to send; None while it waits for a message."""
+        """Execute the next action. Returns the messages to send, or None if a message must arrive first."""
         self._require_consistent_weights()
         if self._outgoing:
             owed, self._outgoing = self._outgoing, []

@@ -1,7 +1,7 @@
 """Inbox of one stage in one flush: messages of the other stages, checked when they arrive. Pure.
 
-At most two flushes are open at a time: the one under way, and the next one, which a neighbour may start as soon as it
-has stepped. The credits of the stage upstream therefore bound the messages that wait here, whatever a peer sends.
+At most two flushes are open at a time: the current one, and the next one, which a neighbour may start once it has
+stepped. The credits of the stage upstream therefore bound the messages that wait here, whatever a peer sends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StagePosition:
         return stage_credits(self.stages, micro_batches, self.ahead)[self.stage]
 
     def credits_upstream(self, micro_batches: int) -> int:
-        """Largest number of micro-batches that the stage before may hold, and so have on their way to this stage."""
+        """Largest number of micro-batches that the previous stage may hold, and so may have sent to this stage."""
         return stage_credits(self.stages, micro_batches, self.ahead)[self.stage - 1]
 
 
@@ -95,7 +95,7 @@ class Inbox:
         self._arrived = self._targets = self._places = 0  # micro-batches, their targets that count, and all of them
 
     def check(self, sender: int, message: Message) -> None:
-        """Raise `PeerMisbehaved` if `sender` may not send this message, not at this time, or not twice."""
+        """Raise `PeerMisbehaved` if `sender` may not send this message, or not now, or has sent it before."""
         key = (type(message), number_of(message))
         what = f"stage {sender} sent stage {self._place.stage} {key[0].__name__} {key[1]} of flush {message.flush}"
         if sender != self._place.sender_of(key[0]):
@@ -140,9 +140,10 @@ class Inbox:
         return "" if self.reported else "before this stage reported"  # a verdict needs the reports of all stages
 
     def check_targets(self, sender: int, message: Activation) -> None:
-        """Raise `PeerMisbehaved` if the targets of a well-formed micro-batch contradict what `Begin` tells of all.
+        """Raise `PeerMisbehaved` if the targets of a micro-batch contradict the total in `Begin`.
 
-        The last stage scales gradients by that number before all micro-batches are there. No stage reports before.
+        The last stage scales gradients by that total before all micro-batches have arrived. No stage reports before all
+        have arrived.
         """
         if problem := self._miscount(message):
             raise PeerMisbehaved(

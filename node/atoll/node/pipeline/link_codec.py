@@ -1,9 +1,9 @@
 """Codec choice for each link of a route, if the run leaves it to its nodes (`[pipeline] codec = "auto"`).
 
-A link uses `bf16` inside one local network, and where `bf16` at this stage's pace needs well below the measured rate of
-its side of the link. Otherwise, and while nothing is measured, it uses `int8`. `int8` costs a run nothing in loss but
-more processor time (measured with `benchmarks/pipeline_loss.py` and `benchmarks/codecs.py`). The sender chooses. Every
-message names its codec, and a receiver accepts all of them.
+A link uses `bf16` inside one local network, and if `bf16` needs well below the measured rate of its side of the link.
+Otherwise, and while nothing is measured, it uses `int8`. `int8` costs a run nothing in loss but more processor time
+(measured with `benchmarks/pipeline_loss.py` and `benchmarks/codecs.py`). The sender chooses. Every message names its
+codec, and a receiver accepts all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from atoll.node.pipeline.stage_socket import FrameType, StageSocket
 
 NARROW_CODEC, WIDE_CODEC = "int8", "bf16"
 WIDE_BYTES = 2  # per element
-WIDEN_BELOW = 0.3  # share of the measured rate: below it, use `bf16`. A middle stage has two links; rounds send, too
+# share of the measured rate below which `bf16` is used; a middle stage has two links, and rounds also send
+WIDEN_BELOW = 0.3
 NARROW_ABOVE = 0.45  # share above which `bf16` ends: the gap absorbs fluctuating rates
 LOOK_SECONDS = 5.0
 
@@ -39,7 +40,7 @@ def choose_codec(before: str, wanted: float, rate: float) -> str:
 
 
 class LinkCodecs:
-    """Chooses the codecs of a stage's links and tells its trainer. All links begin with `int8`."""
+    """Chooses the codecs of a stage's links and sends them to the trainer. All links start with `int8`."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class LinkCodecs:
             await asyncio.sleep(LOOK_SECONDS)
 
     def update(self) -> None:
-        """Choose the codecs again, and tell the trainer those that changed."""
+        """Choose the codecs again, and send the changed ones to the trainer."""
         seconds = self._seconds()
         wanted = self._bytes / seconds if seconds else 0.0
         for stage, before in self.codecs.items():

@@ -57,16 +57,16 @@ _CLASSES: dict[str, type[Message]] = {
 
 @dataclass(frozen=True)
 class LinkFormat:
-    """Facts that both ends of a link know beforehand: route and incarnation, and the largest tensors of the run."""
+    """Facts that both ends of a link know: route, incarnation, and the largest tensors of the run."""
 
     plan_version: int
     route: int
-    samples: int  # largest micro-batch
-    tokens: int  # of each sample
+    samples: int  # samples in the largest micro-batch
+    tokens: int  # tokens of each sample
     dimension: int
     vocabulary: int
-    incarnation: int = 0  # of the route; 0: none has begun
-    document_masks: bool = False  # activations tell where documents start
+    incarnation: int = 0  # of the route; 0: none has started
+    document_masks: bool = False  # activations carry the starts of documents
 
     @classmethod
     def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> LinkFormat:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class MicroBatch(NamedTuple):
-    """What the driver feeds its first span, [B,T] each."""
+    """The driver's inputs to its first span, each [B,T]."""
 
     tokens_BT: Tensor  # int64
-    targets_BT: Tensor  # int64; -100 where none counts
+    targets_BT: Tensor  # int64; -100 where a target does not count
     starts_BT: Tensor | None = None  # as in `Activation`
 
 
@@ -54,7 +54,7 @@ class Begin:
     flush: int
     micro_batches: int
     anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
-    targets: int | None = None  # how many count in all micro-batches; None: all
+    targets: int | None = None  # number of targets that count in all micro-batches; None: all
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Activation:
     flush: int
     micro_batch: int
     x_BTD: Tensor  # fp32
-    targets_BT: Tensor  # int64; -100 where none counts
+    targets_BT: Tensor  # int64; -100 where a target does not count
     starts_BT: Tensor | None = None  # bool: where documents start, in a run with document masks
 
 

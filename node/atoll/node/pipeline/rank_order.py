@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Rank 0 to ranks: call this method of the stage on your device now. It has no answer, like `Step`."""
+    """An order of rank 0 to the other ranks: call this method of the stage now. It has no answer, like `Step`."""
 
     method: str  # of `ShardedStage`
     arguments: tuple[object, ...] = ()  # numbers, and None in place of tensors, which only rank 0 has

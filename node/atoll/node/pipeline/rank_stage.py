@@ -1,4 +1,4 @@
-"""A rank's part of a span, on a node's second or later device. It has no route: rank 0 sends it `RankOrder`s."""
+"""A rank's part of a span, on a node's second or later device. It has no route: rank 0 sends `RankOrder`s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.node.training.replica import Replica
 
 
 class RankStage(Replica):
-    """Weights and outer rounds like `StageLoop`. Rank 0 has the data and the flushes."""
+    """Weights and outer rounds as in `StageLoop`. Only rank 0 has the data and the flushes."""
 
     def __init__(
         self, spec: RunSpec, corpus: TrainingCorpus, span: Span, run: RunModel, group: DeviceGroup, clock: Clock

@@ -19,7 +19,7 @@ class RoutePlace:
 
     @classmethod
     def of(cls, plan: Plan, peer_id: str) -> RoutePlace | None:
-        """Find a node's place in a plan; None when it is on no route, or is a route of its own."""
+        """Find a node's place in a plan; None if it is on no route or is a replica."""
         for number, peers in enumerate(plan.routes):
             if peer_id in peers and len(peers) > 1:
                 return cls(*plan.name_of(number), peers, peers.index(peer_id))

@@ -1,9 +1,9 @@
 """The daemon's end of a route: connects the trainer to its neighbours, one incarnation of the route after another.
 
-The driver begins each incarnation, under a number higher than all before. The number passes downstream with the
-streams, and each stage follows the stage before it. So after any failure, and with any stage replaced, the whole route
-begins anew together; streams of earlier incarnations are refused. Nothing here computes: messages pass between the
-streams (`StageStreams`) and the trainer (`StageSocket`) unchanged.
+The driver starts each incarnation, with a higher number than all earlier ones. The number passes downstream with the
+streams, and each stage follows the previous stage. So after any failure or replacement of a stage, the whole route
+restarts together. Streams of earlier incarnations are refused. Nothing here computes: messages pass between the streams
+(`StageStreams`) and the trainer (`StageSocket`) unchanged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from atoll.node.wire.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2
 
-_FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver's next incarnation; doubles while none works
-_LONGEST_PAUSE = timedelta(seconds=1)  # short, so that a restarted stage is met soon; one dial a second costs little
+_FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver's next incarnation; doubles after each failure
+# short, so that a restarted stage is reached soon; one dial per second costs little
+_LONGEST_PAUSE = timedelta(seconds=1)
 
 _log = log.get("route")
 
@@ -47,8 +48,8 @@ class RouteConnection:
         clock: Clock,
         on_neighbour_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_neighbour_lost` is called when an incarnation ends because of a different unreachable neighbour."""
-        self.incarnations = 0  # begun on this node
+        """`on_neighbour_lost` is called when an incarnation ends because a different neighbour is unreachable."""
+        self.incarnations = 0  # incarnations started on this node
         self.last_error: AtollError | None = None  # why the last incarnation ended
         self._dispatcher, self._stage_socket, self._route = dispatcher, stage_socket, route
         self._link_format = LinkFormat.of(spec, layers, *route.route_key)
@@ -56,7 +57,7 @@ class RouteConnection:
         self._clock = clock
         self._links: StageStreams | None = None
         self._was_ready = False  # whether the previous incarnation was ready
-        self._upstream_incarnation = 0  # begun by the stage before and not yet by this stage; 0: none
+        self._upstream_incarnation = 0  # started by the previous stage and not yet by this one; 0: none
         self._last = 0  # number of the newest incarnation on this node
         self._changed = asyncio.Condition()
         self._missing: int | None = None
@@ -64,17 +65,17 @@ class RouteConnection:
 
     @property
     def unreachable_neighbour(self) -> str:
-        """Peer id of the neighbour that was unreachable when the route broke; empty: none, or the route works again."""
+        """Peer id of the neighbour that was unreachable when the route broke; empty if none, or if the route works."""
         works = self._links is not None and (self._links.was_ready or self._place.last)
         return "" if works or self._missing is None else self._route.peers[self._missing]
 
     @property
     def incarnation(self) -> int:
-        """Number of the incarnation under way; 0: none is."""
+        """Number of the current incarnation; 0 if there is none."""
         return self._links.number if self._links is not None else 0
 
     async def until_broken(self) -> None:
-        """Return when the incarnation under way is over; at once if none is."""
+        """Return when the current incarnation ends; at once if there is none."""
         if self._links is not None:
             await self._links.until_broken()
 
@@ -91,7 +92,7 @@ class RouteConnection:
             self._dispatcher.remove(self._route.route_key)
 
     async def serve(self, stream: Stream, first: bytes, header: pb.StageMessage) -> None:
-        """Forward a neighbour's stream while its incarnation lasts. Raises `InvalidTransition` for another one."""
+        """Forward a neighbour's stream during its incarnation. Raises `InvalidTransition` for another incarnation."""
         number, sender = header.incarnation, self._route.stage_of(stream.peer_id)
         if sender == self._route.stage - 1:
             await self._join_upstream_incarnation(number)
@@ -126,7 +127,8 @@ class RouteConnection:
             except AtollError as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                if self._was_ready or str(error) != str(self.last_error):  # not each second while a stage is down
+                # no repeated line each second while a stage is down
+                if self._was_ready or str(error) != str(self.last_error):
                     _log.info("route_disconnected", route=self._route.route, stage=self._route.stage, reason=str(error))
                 self.last_error = error
             if self._place.first:
@@ -159,7 +161,7 @@ class RouteConnection:
         return self._last
 
     async def _join_upstream_incarnation(self, number: int) -> None:
-        """Follow the stage before to its incarnation: end the one under way here and begin that one."""
+        """Follow the previous stage to its incarnation: end the current one here and start that one."""
         if number <= max(self._upstream_incarnation, self._links.number if self._links is not None else 0):
             return
         self._upstream_incarnation = number

@@ -1,11 +1,12 @@
 """Schedule of a flush: the order of each stage's actions, one forward and one backward in turn (1F1B). Pure.
 
 A flush is one optimiser step of the whole route over M micro-batches. Each stage begins with as many forwards as it has
-credits. It then alternates; each backward returns the credit that a forward took. It ends with the remaining backwards,
-a report of its gradient's norms, and the step (PipeDream-Flush: Narayanan et al. 2021, arXiv:2006.09503).
+credits. Then backwards and forwards alternate; each backward returns the credit of one forward. It ends with the
+remaining backwards, a report of its gradient's norms, and the step (PipeDream-Flush: Narayanan et al. 2021,
+arXiv:2006.09503).
 
-So no stage ever holds more micro-batches than its credits. Every stage adds up gradients in the order of micro-batch
-numbers, in whatever order messages arrive. A route therefore computes the same bits as one process.
+So no stage ever holds more micro-batches than its credits. Every stage adds gradients in the order of micro-batch
+numbers, independent of the order of messages. A route therefore computes the same bits as one process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class SendReport:
-    """Send the gradient norms of this span and all spans downstream, which are complete, upstream."""
+    """Send the complete gradient norms of this span and all downstream spans to the previous stage."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def stage_credits(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int,
     """Credits of each stage: the largest number of its micro-batches between forward and backward.
 
     `ahead` is the number of extra micro-batches in flight per link, so that computing overlaps transfers; 0 is plain
-    1F1B. Let the slowest part of a route take p seconds per micro-batch. The route never idles for lack of credits if a
-    link carries an activation forth and a gradient back, latency included, within `ahead` × p. The last stage has one
+    1F1B. Let the slowest part of a route take p seconds per micro-batch. The route never waits for credits if a link
+    transfers an activation forward and a gradient back, including latency, within `ahead` × p. The last stage has one
     credit, since it runs backward right after forward.
     """
     return tuple(max(1, min(micro_batches, (stages - 1 - stage) * (1 + ahead) + 1)) for stage in range(stages))
@@ -62,5 +63,5 @@ def flush_actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
 
 
 def evaluation_actions(micro_batches: int) -> tuple[Action, ...]:
-    """Actions of one stage in a forward-only flush, which has at most as many micro-batches as there are credits."""
+    """Actions of one stage in a forward-only flush, which has no more micro-batches than the stage has credits."""
     return (*(Forward(number) for number in range(micro_batches)), SendReport())

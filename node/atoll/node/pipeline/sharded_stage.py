@@ -1,9 +1,8 @@
 """A stage on a node with several devices. Each device computes its samples of every micro-batch.
 
-The span's weights are sharded over the devices (`FsdpModel`), with one process (rank) per device. Rank 0 has the route
-and wraps its part in `LeaderStage`, which sends each operation to the other ranks before it executes it. Rank 0
-scatters samples and gathers outputs, so neighbours see whole tensors. Losses, norms and gradients are sums over all
-devices.
+The span's weights are sharded over the devices (`FsdpModel`), with one process (rank) per device. Rank 0 has the route.
+It wraps its part in `LeaderStage`, which sends each operation to the other ranks before executing it. Rank 0 scatters
+samples and gathers outputs, so neighbours see whole tensors. Losses, norms and gradients are sums over all devices.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class ShardedStage(Stage):
     ) -> None:
         super().__init__(model, section, room, precision)
         self._fsdp_model, self._group = model, group
-        self._rows: dict[int, int] = {}  # micro-batch in flight → its samples on all devices
-        self._targets_by_rank: tuple[int, ...] = ()  # of the micro-batch: those of each device's samples
+        self._rows: dict[int, int] = {}  # micro-batch in flight → number of its samples on all devices
+        self._targets_by_rank: tuple[int, ...] = ()  # of the current micro-batch: targets in each device's samples
         self._loss_divisor = 1.0  # turns the mean over this device's targets into its share of the micro-batch's mean
         self._tied_gradient_VD: Tensor | None = None
 
@@ -127,7 +126,7 @@ class ShardedStage(Stage):
         return self._fsdp_model.gather_tied_weight()
 
     def set_tied_weights_part(self, weights_VD: Tensor | None) -> None:
-        """Broadcast the tied weight that rank 0 got, and use it from now on."""
+        """Broadcast rank 0's copy of the tied weight, and use it from now on."""
         with torch.no_grad():
             if weights_VD is not None:
                 self._fsdp_model.tied_weight_copy.copy_(weights_VD)
@@ -137,7 +136,7 @@ class ShardedStage(Stage):
         return self._group.all_reduce_sum(super().tied_gradient())
 
     def add_tied_part(self, gradient_VD: Tensor | None) -> None:
-        """Broadcast rank 0's gradient of the tied weight. `norms` adds it after it gathered the gradients."""
+        """Broadcast rank 0's gradient of the tied weight. `norms` adds it after gathering the gradients."""
         whole_VD = torch.empty(self._fsdp_model.tied_weight.shape, device=self._fsdp_model.device)
         if gradient_VD is not None:
             whole_VD.copy_(gradient_VD)
@@ -170,7 +169,7 @@ class LeaderStage:
     """The whole stage as rank 0 sees it: each operation of `StageCompute` runs on all ranks."""
 
     def __init__(self, part: ShardedStage, send_to_ranks: Callable[[RankOrder], object]) -> None:
-        """`part` of rank 0; `send_to_ranks` sends an order to all other ranks."""
+        """`part`: rank 0's part. `send_to_ranks` sends an order to all other ranks."""
         self._part, self._send_to_ranks = part, send_to_ranks
 
     def _on_all_ranks(self, method: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:

@@ -25,8 +25,8 @@ from atoll.node.training.targets import IGNORED, cross_entropy, divisor
 class Stage:
     """One span in memory. `precision` is fp32, or bf16 for matrix products; there is no loss scaling.
 
-    It has more than 20 methods: `StageCompute` alone demands 13. It has more than 15 attributes: what it keeps of a
-    flush, of each micro-batch in flight, and of an evaluation.
+    It has more than 20 methods: `StageCompute` alone demands 13. It has more than 15 attributes: the state of a flush,
+    of each micro-batch in flight, and of an evaluation.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stage:
         self._flush_tokens = 0
         self._micro_batches = 1
         self._targets: int | None = None  # of the flush; None: all count
-        self._divisor = 1.0  # turns a micro-batch's mean loss into its share of the flush's
+        self._divisor = 1.0  # divides a micro-batch's mean loss to give its share of the flush's mean loss
         self._inputs: dict[int, Tensor] = {}
         self._starts: dict[int, Tensor | None] = {}  # of documents, by micro-batch in flight
         self._losses: dict[int, Tensor] = {}
@@ -88,7 +88,7 @@ class Stage:
         return loss.detach()
 
     def _mean_loss(self, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
-        """Share of a micro-batch in the flush's mean loss."""
+        """The micro-batch's share of the flush's mean loss."""
         return cross_entropy(self._run(x, starts_BT), targets_BT) / self._divisor
 
     def _divisor_of(self, targets_BT: Tensor) -> float:
@@ -132,7 +132,7 @@ class Stage:
         self.tokens += self._flush_tokens
 
     def abort(self) -> None:
-        """Undo the flush under way."""
+        """Undo the current flush."""
         if self._evaluates:
             self.end_evaluation()
         self._inputs.clear()

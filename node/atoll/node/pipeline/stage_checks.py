@@ -1,4 +1,4 @@
-"""Whether the tensors of another stage's message are what this run sends.
+"""Checks that the tensors of another stage's message have the shapes and values of this run.
 
 Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
@@ -23,7 +23,7 @@ class MicroBatchShape:
 
     samples: int  # at most
     tokens: int  # per sample, exactly
-    document_masks: bool = False  # activations tell where documents start
+    document_masks: bool = False  # activations carry the starts of documents
 
     @classmethod
     def of(cls, spec: RunSpec) -> MicroBatchShape:
@@ -44,7 +44,7 @@ class StageChecks:
     def check(self, message: Message, *, evaluates: bool, samples: int | None) -> None:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run.
 
-        `samples`: of the micro-batch in flight that a gradient is for; None if there is none.
+        `samples`: in the micro-batch in flight to which a gradient belongs; None if there is none.
         """
         span_definition, problem = self._model.span_definition, ""
         match message:
@@ -94,7 +94,7 @@ def _differs(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _unlike(gradient_BTD: Tensor, samples: int | None) -> str:
-    """Problem of a gradient whose number of samples differs from the activation's; empty: none."""
+    """The problem of a gradient that has another number of samples than its activation; empty if none."""
     unlike = samples is not None and samples != gradient_BTD.shape[0]
     return f"is {_described(gradient_BTD)}" if unlike else ""
 

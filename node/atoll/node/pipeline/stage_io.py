@@ -1,8 +1,8 @@
-"""The trainer's end of the stage socket: incoming messages to a callback, outgoing ones from outboxes.
+"""The trainer's end of the stage socket: passes incoming messages to a callback and sends queued ones.
 
-Two threads read and write, so that decoding and encoding overlap computing. Incoming messages are decoded and posted.
-At most `WAITING_MESSAGES` of them may wait; then the socket and the stream fill up and the neighbour waits. Outgoing
-messages are encoded only when they are sent.
+Two threads read and write, so that decoding and encoding overlap computing. Incoming messages are decoded and passed to
+the callback. At most `WAITING_MESSAGES` of them may be unhandled. Then the socket and the stream fill up, and the
+neighbour waits. Outgoing messages are encoded only when they are sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atoll.node.pipeline.stage_socket import (
 )
 from atoll.v1 import pipeline_pb2 as pb
 
-WAITING_MESSAGES = 64  # posted and not handled; credits keep well-behaved neighbours far below
+WAITING_MESSAGES = 64  # posted but not handled; the credits keep honest neighbours far below
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 `Replica` has the operations of outer rounds on the span's weights. The session (`trainer/session.py`) calls `work`
 while `has_work`, one action at a time, and `on_route_event` for each event from the stage socket.
 
-A flush counts as progress when it steps. An aborted flush leaves no trace, and its samples are trained again. When the
-route breaks, the loop keeps weights and progress, and continues with the route's next incarnation, with any neighbours.
+A flush counts as progress when it steps. An aborted flush has no effect, and its samples are trained again. When the
+route breaks, the loop keeps weights and progress. It continues in the route's next incarnation, with the same or other
+neighbours.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from atoll.node.training.sample_feed import SampleNumbers
 from atoll.node.training.targets import document_starts, inputs_and_targets
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
-MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
-DATA_WAIT_SECONDS = 0.5  # for the text of a flush, before orders are served again
-STALLED_DRIVER_SECONDS = 450.0  # above the driver's own deadline: the other stages then end the flush
+MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait until a flush ends
+DATA_WAIT_SECONDS = 0.5  # for the text of a flush, before orders are processed again
+STALLED_DRIVER_SECONDS = 450.0  # above the driver's own deadline; after it the other stages end the flush
 _NOTHING = SampleNumbers((), 0)
 
 
 class StageLoop(Replica):
-    """One span in memory; `enter_route` makes it a stage.
+    """One span in memory. `enter_route` makes it a stage of a route.
 
     It has more than 15 attributes and 20 methods: it joins a `Replica`, a `FlushMachine` and the trainer's I/O.
     """
@@ -81,7 +82,7 @@ class StageLoop(Replica):
         run: RunModel | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
-        """Load the span. `group`: the ranks that share the span on several devices, this process being rank 0.
+        """Load the span. `group`: the ranks that share the span on several devices; this process is rank 0.
 
         Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for an unsupported precision.
         """
@@ -104,11 +105,11 @@ class StageLoop(Replica):
         self._incarnation = 0  # under way; 0: none
         self._waiting = True  # the machine waits for a message
         self._flush_deadline = LearnedDeadline(MIN_FLUSH_DEADLINE_SECONDS, MAX_FLUSH_DEADLINE_SECONDS)
-        self._batch: Batch | None = None  # of the flush under way, or of an aborted one
-        self._flush_began_at: float | None = None  # driver: start of the flush under way; None: none is
-        self._last_idle_at = clock.monotonic()  # last time at which no flush was under way here
+        self._batch: Batch | None = None  # of the current flush or of an aborted one
+        self._flush_began_at: float | None = None  # driver: start of the current flush; None if there is none
+        self._last_idle_at = clock.monotonic()  # when no flush was in progress here for the last time
         self._evaluation: Evaluation | None = None
-        self._counted = 0  # tokens of `stage.tokens` that are counted as progress
+        self._counted = 0  # tokens of `stage.tokens` already counted as progress
         loader = Loader(corpus, spec.samples_per_flush, clock, pin=device.type == "cuda")
         super().__init__(spec, self.stage.model.weights, loader)
         self.stage.anchor = self._anchor
@@ -125,7 +126,7 @@ class StageLoop(Replica):
         super().load(anchor_E, ranges=ranges, committed_tokens=committed_tokens)
 
     def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
-        self._batch = None  # its samples are not consumed, so this node's or another node's new ranges contain them
+        self._batch = None  # its samples are not consumed, so some node's new ranges contain them
         super().set_ranges(ranges)
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
@@ -137,7 +138,7 @@ class StageLoop(Replica):
 
     @property
     def has_data(self) -> bool:
-        """True if there is something to train: ranges at the driver, an incarnation at the other stages."""
+        """True if there is something to train: data ranges on the driver, an incarnation on other stages."""
         return super().has_data if self.span.first == 0 else self._incarnation > 0
 
     @property
@@ -149,7 +150,7 @@ class StageLoop(Replica):
 
     @property
     def optimizer(self) -> InnerOptimizer | None:
-        """The inner optimiser; None where its state is spread over several devices."""
+        """The inner optimiser; None if its state is sharded over several devices."""
         return self.stage.optimizer if isinstance(self.stage.model, SpanModel) else None
 
     def enter_route(self, plan_version: int, route: int, stage: int, stages: int) -> None:
@@ -170,7 +171,7 @@ class StageLoop(Replica):
         self._stage_io.enter(LinkFormat.of(self.spec, self._table, plan_version, route))
 
     def pause(self) -> None:
-        """Leave the incarnation, so that no flush begins that would wait for this stage. The driver begins none."""
+        """Leave the incarnation, so that no flush starts and waits for this stage. The driver only starts no flush."""
         self._give_up_evaluation(InvalidTransition("the driver was paused"))
         if self._incarnation and not self._machine.place.first:
             self._break(InvalidTransition(f"stage {self._machine.place.stage} is paused"))
@@ -181,7 +182,7 @@ class StageLoop(Replica):
             self._break(why)
 
     def evaluate(self, done: Callable[[Outcome], None]) -> None:
-        """Compute the held-out loss of the anchor over the route. `done` gets the loss, or the error that prevents it.
+        """Compute the held-out loss of the anchor over the route. `done` receives the loss or an error.
 
         The error is `InvalidTransition` if a stage has another anchor or this anchor changes, or the reason why the
         route broke. Raises `InvalidTransition` if the evaluation cannot begin.
@@ -274,7 +275,7 @@ class StageLoop(Replica):
 
     @property
     def _driver_stalled(self) -> bool:
-        """True if the driver has not ended its flush in time; orders to this stage wait for that."""
+        """True if the driver has not ended its flush in time. Orders to this stage wait until the flush ends."""
         return not self.between_steps and self.clock.monotonic() - self._last_idle_at > STALLED_DRIVER_SECONDS
 
     def _note_if_idle(self) -> None:
@@ -284,7 +285,7 @@ class StageLoop(Replica):
 
     def _begin_flush(self) -> None:
         if self._evaluation is None and self._batch is None and not self.await_data(DATA_WAIT_SECONDS):
-            return  # the text is on its way; orders are served meanwhile
+            return  # the text is being fetched; orders are processed meanwhile
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
@@ -295,7 +296,7 @@ class StageLoop(Replica):
         self._machine.begin_flush(micro_batches(tokens, self.spec.data.document_masks))
 
     def _collect_evaluation(self) -> None:
-        """Take the result of an evaluation's flush."""
+        """Record the result of an evaluation's flush."""
         evaluation, found = self._evaluation, self._machine.last_result
         if evaluation is None or self._flush_began_at is None or found is None:
             return
@@ -330,7 +331,7 @@ class StageLoop(Replica):
         self._on_route_lost(error)
 
     def _on_route_lost(self, error: AtollError) -> None:
-        """Drop the flush under way after the route broke; the machine keeps it if it may have been decided."""
+        """Drop the current flush after the route broke. The machine keeps a flush that may have been decided."""
         if self._incarnation:
             self.route_problem = str(error)
         self.flushes_aborted += self._flush_began_at is not None and self._evaluation is None

@@ -4,10 +4,10 @@
     | type | stage | incarnation | bytes | payload |      big-endian: 1, 2, 8, 4 bytes; `bytes` is the payload's length
     +------+-------+-------------+-------+---------+
 
-`stage` is the neighbour that a message comes from or goes to. Messages travel as on streams, a header and then bodies,
-so the daemon holds at most a frame of one. The trainer has at most `WINDOW_FRAMES` frames per neighbour on the way and
-then waits for `SENT`. So a slow neighbour does not delay the others. Its messages wait in the trainer, bounded by the
-schedule.
+`stage` is the neighbour that sends or receives a message. Messages have the same form as on streams, a header and then
+bodies, so the daemon holds at most one frame of a message. The trainer sends at most `WINDOW_FRAMES` frames per
+neighbour and then waits for `SENT`. So a slow neighbour does not delay the others. Its messages wait in the trainer,
+bounded by the schedule.
 
 This module has the daemon's end; `stage_io.py` has the trainer's. Both run the same version of the same code.
 """
@@ -90,13 +90,13 @@ class StageSocket:
             raise _gone() from error
 
     def send_nowait(self, frame_type: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
-        """Send a small and rare frame without waiting for buffer space: a trainer that hangs must not block."""
+        """Send a small and rare frame without waiting for buffer space, so that a hanging trainer does not block."""
         self._writer.write(pack_prefix(frame_type, stage, incarnation, len(payload)))
         if payload:  # asyncio (from 3.12 on) would retry an empty write in a busy loop
             self._writer.write(payload)
 
     async def receive(self) -> SocketFrame:
-        """Return the next frame. A cancelled call loses nothing: the next call returns it. Raises `ChildDied`."""
+        """Return the next frame. If the call is cancelled, the next call returns the frame. Raises `ChildDied`."""
         try:
             if self._prefix is None:
                 frame_type, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))

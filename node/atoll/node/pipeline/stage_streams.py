@@ -72,7 +72,7 @@ class StageStreams:
         self._broken: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> NoReturn:
-        """Forward until the first error, and raise it. The trainer gets the reason last."""
+        """Forward frames until the first error, and raise it. The trainer receives the reason."""
         try:
             async with self._tasks:
                 self._stage_socket.send_nowait(FrameType.ATTACH, 0, self.number)
@@ -113,7 +113,7 @@ class StageStreams:
     # --- in -----------------------------------------------------------------------------------------
 
     async def forward_incoming(self, stream: Stream, first: bytes) -> None:
-        """Forward a neighbour's messages to the trainer. Raises the reason of the end, for the neighbour."""
+        """Forward a neighbour's messages to the trainer. At the end, raise the reason for the neighbour."""
         sender = self._route.stage_of(stream.peer_id)
         if self._broken.done():
             raise await asyncio.shield(self._broken)
@@ -185,7 +185,7 @@ class StageStreams:
             await self._close_with_reason(stream)
 
     async def _close_with_reason(self, stream: Stream) -> None:
-        """Send the reason of the end, if there is one, and close the stream."""
+        """Send the reason why the incarnation ended, if any, and close the stream."""
         if self._broken.done():
             with suppress(AtollError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT.total_seconds()):
@@ -200,6 +200,6 @@ async def _receive_without_deadline(stream: Stream) -> Frame:
 
 
 async def _watch(stream: Stream) -> NoReturn:
-    """Raise when the other side closes the stream or refuses: it never answers otherwise on this protocol."""
+    """Raise when the other side closes the stream or refuses it. It sends nothing else on this stream."""
     await _receive_without_deadline(stream)
     raise PeerMisbehaved(f"peer {stream.peer_id} sent data on a one-way stream")

@@ -1,4 +1,4 @@
-"""The process that checks what a run needs: `python -m atoll.node.preflight.checker`, started by `start_checker.py`.
+"""Process that checks a run's requirements: `python -m atoll.node.preflight.checker`, started by `start_checker.py`.
 
 It reads one line of JSON, a `Request`, from standard input. It writes lines of JSON to standard output: `progress`,
 then `found` or `error`. Its parent kills it when it ends.
@@ -21,11 +21,11 @@ _PROGRESS_SECONDS = 1.0
 
 
 class _Progress:
-    """Writes lines, of progress at most one a second; text is read by several threads."""
+    """Writes lines, progress at most once a second; may be used by several threads."""
 
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # output that libraries print must not mix with the answer
         self._lock = threading.Lock()
         self._told = 0.0
 

@@ -1,7 +1,7 @@
-"""Checks of this machine that need no run: ports, addresses, data directory, paths. They come before everything else.
+"""Checks of this machine that need no run: ports, addresses, data directory, paths. They come before all other checks.
 
-A failed start must not spend a use of a token. So `atoll join` makes these checks first, then asks the coordinator what
-the run needs, and makes the checks of `run_checks.py` before it enrols.
+A failed start must not spend a use of a token. So `atoll join` makes these checks first, then asks the coordinator for
+the run's requirements, and makes the checks of `run_checks.py` before it enrols.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_ports(config: NodeConfig) -> None:
 
 
 def check_can_listen(host: str, port: int) -> None:
-    """Bind a port for a moment; 0 is any. Raises `PortInUse`."""
+    """Bind a port and release it; 0 stands for any port. Raises `PortInUse`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

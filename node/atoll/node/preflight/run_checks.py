@@ -1,4 +1,4 @@
-"""Checks of what a run needs on this machine: pretrained weights, memory, disk, text; cheap ones first.
+"""Checks of a run's requirements on this machine: pretrained weights, memory, disk, text; cheap ones first.
 
 They run in a process of their own (`checker.py`): reading text and asking a GPU takes time and memory, and Ctrl-C must
 end it. The text that they read stays in the node's cache, so that its trainer does not read it again.
@@ -24,16 +24,16 @@ from atoll.node.preflight.machine import LEAST_FREE_BYTES, check_free_space
 from atoll.node.system.host_memory import usable_host_memory
 from atoll.v1 import plan_pb2
 
-OnProgress = Callable[[str, int], object]  # what is read, and how much of it so far
+OnProgress = Callable[[str, int], object]  # the name of the input that is read, and how much of it was read
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to check. It passes to the checker as JSON."""
+    """The facts to check. The checker gets them as JSON."""
 
     run_spec_toml: str
     layers_hex: str = ""  # the run's layer table, if it is known
-    corpus_digest: str = ""  # of the run, if it is decided
+    corpus_digest: str = ""  # of the run, if it is decided yet
     data: str = ""  # the owner's paths
     base: str = ""
     cache: str = ""
@@ -45,7 +45,7 @@ class Request:
 
     @classmethod
     def of(cls, config: NodeConfig, needs: RunNeeds) -> Request:
-        """Ask all that `atoll join` asks."""
+        """Build the request for all checks of `atoll join`."""
         return cls(
             run_spec_toml=needs.spec_toml,
             layers_hex=needs.layers.SerializeToString().hex() if needs.layers is not None else "",
@@ -67,11 +67,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """What the checks found. It passes back as JSON."""
+    """Results of the checks. The parent gets them as JSON."""
 
     device: str
-    memory_bytes: int  # that training may use there
-    share: float  # of the layers that fit, about; 1: all, or not known
+    memory_bytes: int  # device memory that training may use
+    share: float  # share of the layers that fit, approximately; 1: all, or not known
 
 
 def check_run(request: Request, on_progress: OnProgress) -> Found:
@@ -120,8 +120,8 @@ def check_directory_of_corpus(spec: RunSpec, data: str) -> None:
 def check_text(spec: RunSpec, request: Request, on_progress: OnProgress) -> None:
     """Read and tokenise the text of a run without a corpus of shards. Raises `CorpusError`, `ConfigError`."""
     if spec.data.source == "corpus" or not request.read_text:
-        return  # its blocks come while the node trains, each checked against the card
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, request.cpu_threads))  # of the library that tokenises
+        return  # blocks are fetched while the node trains, and each is checked against the card
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, request.cpu_threads))  # threads of the tokenizers library
     from atoll.node.data.corpus import load_corpus
 
     corpus = load_corpus(
@@ -150,12 +150,12 @@ def check_disk(config: NodeConfig, needs: RunNeeds, share: float = 1.0) -> None:
 
 
 def size_of(needs: RunNeeds) -> ModelSize | None:
-    """The model's size, for people."""
+    """The model's size, for messages."""
     return model_size(needs.spec, needs.layers)
 
 
 def surely_on_cpu(device: str) -> bool:
-    """Whether training will use the CPU. False: only torch can tell."""
+    """Whether training will certainly use the CPU. False if only torch can decide it."""
     if device.startswith("cpu"):
         return True
     drivers = (Path("/dev/kfd"), Path("/dev/dxg"))
@@ -164,7 +164,7 @@ def surely_on_cpu(device: str) -> bool:
 
 
 def _device(request: Request) -> tuple[str, int, bool]:
-    """Name, usable memory, and whether it is a GPU of CUDA."""
+    """Name, usable memory, and whether the device is a CUDA GPU."""
     if surely_on_cpu(request.device):
         return "the CPU", usable_host_memory(request.memory_bytes), False
     from atoll.node.training.device_group import choose_devices, combined_facts  # here, because torch takes seconds

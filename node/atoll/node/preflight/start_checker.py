@@ -16,14 +16,15 @@ from atoll.node.system import child_processes
 
 SILENCE_TIMEOUT = timedelta(minutes=10)  # between two lines of progress
 _STOP_TIMEOUT = timedelta(seconds=2)
-_MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"  # systemd's `TimeoutStartSec` is not for terabytes of text and weights
+# systemd's `TimeoutStartSec` is too short for terabytes of text and weights
+_MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"
 _TOLD_EVERY = 10  # lines of progress
 
 _log = log.get("preflight")
 
 
 async def check_run_apart(request: Request) -> Found:
-    """Check what the run needs in a process of its own. Raises its error, `ChildDied`, `DeadlineExceeded`."""
+    """Run the checks in a separate process. Raises its error, `ChildDied`, `DeadlineExceeded`."""
     child = await child_processes.start(
         [sys.executable, "-P", "-m", "atoll.node.preflight.checker"],
         environment=os.environ,

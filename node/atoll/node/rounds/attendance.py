@@ -1,4 +1,4 @@
-"""How a member takes part in attempts: which one it follows, what it brings, and when it gives up. Pure."""
+"""Which attempt a member follows, which snapshot it contributes, and when it gives up. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.node.rounds.standing import Standing
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-_LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say something
+_LOST_SECONDS = 1.0  # an opener whose connection broke has this long to send a message
 
 
 class Attendance:
@@ -33,7 +33,7 @@ class Attendance:
         report_ahead: Callable[[], None],
         released: Callable[[], None],
     ) -> None:
-        """`install` commits what we hold, if the votes prove it; `released`: an attempt ended without a commit."""
+        """`install` commits a held result if its votes suffice; `released` is called if an attempt ends without one."""
         self.following: Follower | None = None
         self._at = standing
         self._signer = signer
@@ -44,19 +44,19 @@ class Attendance:
 
     @property
     def phase(self) -> rt.Phase:
-        """Where this node stands in a round."""
+        """A node's part in a round."""
         return self.following.phase if self.following is not None else rt.Phase.IDLE
 
     def is_freezing(self, round_id: RoundId) -> bool:
-        """Whether a snapshot for that attempt is still wanted."""
+        """Whether the attempt `round_id` still needs a snapshot."""
         return self.phase is rt.Phase.FREEZING and self.follows(round_id)
 
     def follows(self, round_id: RoundId) -> bool:
-        """Whether that is the attempt that we follow."""
+        """Whether `round_id` is the attempt that this node follows."""
         return self.following is not None and self.following.round_id == round_id
 
     def tick(self) -> None:
-        """Time passed."""
+        """Give up the attempt if its deadline has passed."""
         following = self.following
         if following is None or self._at.now < following.deadline:
             return
@@ -65,15 +65,15 @@ class Attendance:
         self.give_up(f"no progress in phase {following.phase.name.lower()}")
 
     def lost(self, peer: str) -> None:
-        """Do not wait long for an opener that is most likely dead."""
+        """Shorten the deadline of the attempt if the opener's connection broke, because the opener is probably dead."""
         if self.following is not None and self.following.opener == peer:
             self.following.deadline = min(self.following.deadline, self._at.now + _LOST_SECONDS)
 
     def end(self) -> None:
-        """The head moves: the attempt is over, and what it showed may be committed all the same."""
+        """Leave the attempt because the head moves. Another attempt may still commit this attempt's result."""
         self.following = None
 
-    # --- the opener's words ------------------------------------------------------------------------
+    # --- messages of the opener --------------------------------------------------------------------
 
     def opened(self, peer: str, round_id: RoundId, message: dp.RoundMessage) -> None:
         """An Open of the next round: follow it, keep it for later, or decline."""
@@ -81,7 +81,7 @@ class Attendance:
         if following is not None:
             if round_id.ballot <= following.round_id.ballot:
                 return
-            if peer != following.opener:  # wait for how ours ends
+            if peer != following.opener:  # finish our current attempt first
                 self._wait_with(peer, message)
                 return
             self._release()
@@ -123,9 +123,11 @@ class Attendance:
         self._at.carry_out(self.following)
 
     def _offer_snapshot(self, following: Follower) -> None:
-        """What others saw in an earlier attempt stays this head's snapshot, unless the round is of other layers now.
+        """Send Ready with the snapshot that this head already has, or have a new snapshot taken.
 
-        Where we hold a result that it may be part of, one attempt is given the chance to commit that.
+        A snapshot that others saw in an earlier attempt is used again, unless the round now averages other layers. If a
+        held result may contain such an unusable snapshot, this node contributes nothing to one attempt: that attempt
+        can commit the held result.
         """
         snapshot = self._at.ledger.of(following.fragment.layers)
         if snapshot is not None:
@@ -138,7 +140,7 @@ class Attendance:
             following.freeze()
 
     def _refusal(self, peer: str, round_id: RoundId) -> str:
-        """Why we do not follow that attempt; empty when we do."""
+        """Why this node does not follow the attempt; empty if it does."""
         if round_id.plan_version < self._at.plan.version:
             return "this member follows a newer plan"
         if peer != round_id.opener(self._at.openers) or self._at.lagging or self._at.void:
@@ -151,7 +153,7 @@ class Attendance:
         return ""
 
     def hear(self, peer: str, round_id: RoundId, kind: str, message: dp.RoundMessage) -> None:
-        """A word of the opener that we follow; others are not heard."""
+        """Process a message of the opener that this node follows. Ignore messages of other openers."""
         following = self.following
         if following is None or following.round_id != round_id or following.opener != peer:
             return
@@ -175,7 +177,7 @@ class Attendance:
     # --- our own steps -----------------------------------------------------------------------------
 
     def froze(self, event: rt.Frozen) -> bool:
-        """The trainer's snapshot is there; whether it is still wanted."""
+        """Take the trainer's snapshot into the attempt. Returns whether the attempt still needs it."""
         following = self._followed_in(event.round_id, rt.Phase.FREEZING)
         if following is not None:
             self._at.ledger.keep(event, following.fragment.layers)
@@ -184,13 +186,13 @@ class Attendance:
         return following is not None
 
     def exchange_done(self, event: rt.ExchangeDone) -> None:
-        """Our exchange is over."""
+        """Report that this node's part of the exchange is over."""
         following = self._followed_in(event.round_id, rt.Phase.EXCHANGING)
         if following is not None:
             self._try(following, lambda: following.exchange_done(event, self._at.now))
 
     def staged(self, round_id: RoundId, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
-        """Our own result is there."""
+        """Keep and attest to the result that this node has computed."""
         following = self._followed_in(round_id, rt.Phase.STAGING)
         if following is not None:
             self._try(following, lambda: self._hold_own(following, layers))
@@ -199,7 +201,7 @@ class Attendance:
         payload = following.staged(layers)
         check_payload(
             self._at.policy, self._at.plan, self._at.head, payload
-        )  # it may be of a state that is behind our head
+        )  # the result may come from a state older than our head
         self._at.promises.keep(payload)
         if following.commit is None or following.commit.payload != payload or not self._install(following.commit):
             following.attest(payload)
@@ -207,7 +209,7 @@ class Attendance:
                 self._report_ahead()
 
     def _try(self, following: Follower, step: Callable[[], None]) -> None:
-        """Go on with the attempt, or give up when its opener misbehaved."""
+        """Run one step of the attempt. Give up the attempt if its opener misbehaved."""
         reason = ""
         try:
             step()
@@ -218,14 +220,14 @@ class Attendance:
             self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
-        """We cannot go on with the attempt: tell the opener, keep the progress."""
+        """Leave the attempt and tell its opener why. This node's training is kept."""
         following = self.following
         if following is not None:
             self._release()
             self._at.decline(following.opener, following.round_id, reason)
 
     def pledge_failed(self, message: dp.RoundMessage) -> None:
-        """What we trained counts all the same; the others decide without our vote."""
+        """Continue without a vote: a promise or a vote could not be written to disk."""
         following, kind = self.following, message.WhichOneof("body")
         if following is None or RoundId.from_proto(getattr(message, str(kind)).round) != following.round_id:
             return
@@ -236,7 +238,7 @@ class Attendance:
             self._at.decline(following.opener, following.round_id, "it cannot write down what it votes for")
 
     def _release(self, *, said_so: bool = False) -> None:
-        """Forget the current attempt; a later one has another opener. `said_so`: this one abandoned it in words."""
+        """Forget the current attempt, whose opener must then wait. `said_so`: the opener sent Abandon."""
         following, self.following = self.following, None
         if following is None:
             return
@@ -252,11 +254,11 @@ class Attendance:
     # --- Opens that came too early -----------------------------------------------------------------
 
     def wait_ahead(self, peer: str, message: dp.RoundMessage) -> None:
-        """Keep an Open of a round after the next."""
+        """Keep an Open of a round after the next one for later."""
         self._pending_opens.keep_ahead(rt.Received(peer, message), self._at.now, self._open_seconds(message))
 
     def try_waiting(self) -> None:
-        """An Open that came too early may be followed now."""
+        """Check whether a kept Open can be followed now."""
         received = self._pending_opens.take(self._at.plan.version, self._at.head.round + 1, self._at.now)
         if received is not None:
             self._at.inbox.append(received)
@@ -265,9 +267,9 @@ class Attendance:
         self._pending_opens.keep(rt.Received(peer, message), self._at.now, self._open_seconds(message))
 
     def _open_seconds(self, message: dp.RoundMessage) -> float:
-        """That the opener waits for us, at most."""
+        """Seconds that the opener waits for Ready, at most the ceiling of this stage."""
         return min(message.open.deadline_ms / 1000, self._at.paces.ready.ceiling_seconds)
 
     def _followed_in(self, round_id: RoundId, phase: rt.Phase) -> Follower | None:
-        """The attempt that we follow, if it is that one and stands in that phase."""
+        """The attempt that this node follows, if it is `round_id` and is in `phase`."""
         return self.following if self.follows(round_id) and self.phase is phase else None

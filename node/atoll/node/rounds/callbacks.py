@@ -1,4 +1,4 @@
-"""Whom rounds tell of what happens, and what they count."""
+"""What the round engine calls when something happens, and its counters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:  # the counters are part of a seed's status, and a seed has no
 
 @dataclass
 class RoundCounters:
-    """What the rounds of this process cost."""
+    """Counters and times of this process's rounds."""
 
     joined: int = 0  # exchanges started
     committed: int = 0
     witnessed: int = 0  # committed by the holders of layers that are not held here
     abandoned: int = 0
     left_out: int = 0  # committed rounds in which screening left our update out of some sums
-    bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
+    bytes_fp32: int = 0  # bytes that the joined exchanges would have sent in fp32
     exchange_seconds: float = 0.0  # of the exchanges that ended
     update_norm: float = 0.0  # L2 norm of the pseudo-gradient of the last exchange, of its fragment; 0: none yet
 
 
 @dataclass(frozen=True)
 class RoundCallbacks:
-    """Whom the engine tells. Called in the event loop; must not block."""
+    """Receivers of the engine's events. Called in the event loop; must not block."""
 
     committed: Callable[[Head], None]
     report: Callable[[mb.RoundReport], None]

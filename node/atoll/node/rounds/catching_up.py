@@ -1,4 +1,4 @@
-"""Brings a node that is behind to the head that the others agree on, between its rounds."""
+"""Fetches the head that the other members agree on, for a node that is behind. Runs between rounds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from atoll.node.rounds.trainer_orders import TrainerOrders
 from atoll.node.state.catchup import catch_up
 from atoll.node.system.background_tasks import BackgroundTasks
 
-_LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
-_PAUSE_SECONDS = 1.0  # after one that failed
+_LOOK_AHEAD_SECONDS = 30.0  # without a commit before a node asks others; at least this and two maximal rounds
+_PAUSE_SECONDS = 1.0  # after a failed catch-up
 
 _log = log.get("rounds")
 
 
 class CatchingUp:
-    """Looks whether others are ahead, and fetches their head by an order to the trainer: nothing moves meanwhile."""
+    """Checks whether others are ahead.
+
+    Fetches their head as an order to the trainer, so no snapshot is taken meanwhile.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class CatchingUp:
         background: BackgroundTasks,
         arrived: Callable[[Head], None],
     ) -> None:
-        """`arrived` is told the head, when this node stands there."""
+        """`arrived` is called with the fetched head once its state is installed."""
         self._member = member
         self._machine = machine
         self._installed = installed
@@ -52,21 +55,21 @@ class CatchingUp:
         self.active = False
 
     def head_moved(self, head: Head) -> None:
-        """This node has another head: there is no need to look for a while."""
+        """Restart the time after which this node looks for newer heads."""
         self._lookout.head_moved()
 
     def look_if_quiet(self) -> None:
-        """Look whether others are ahead, if nothing was committed for long."""
+        """Check whether others are ahead, if no round was committed for long."""
         if self._lookout.quiet_seconds >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
             self.look("nothing was committed for long")
 
     def look(self, reason: str) -> None:
-        """A member says that others are ahead: ask them."""
+        """Ask other members for their heads, because a message says that they are ahead."""
         if not self.active:
             self._lookout.look(reason, self._machine.plan)
 
     def begin(self, reason: str, share: CountedShare | None = None) -> None:
-        """Fetch the head that the others agree on. `share` is of the round after ours, where that is known."""
+        """Fetch the head that the others agree on. `share`: what the round after ours counts of this node, if known."""
         if self.active:
             return
         self.active = True
@@ -86,20 +89,21 @@ class CatchingUp:
                 await self._installed.record(head)
             except AtollError as error:
                 _log.warning("catch-up failed", reason=str(error))
-                await asyncio.sleep(_PAUSE_SECONDS)  # the next message from ahead tries again
+                await asyncio.sleep(_PAUSE_SECONDS)  # the next message from a member ahead starts another catch-up
                 return
             await self._installed.move(head, state.load_fetched, fetched)
             self._results.forget()
             await self._progress.keep(before, head, share)
-            self.active = False  # it may not be the end of it
+            self.active = False  # a newer round may start another catch-up at once
             self._arrived(head)
         finally:
             self.active = False
 
     async def _share_after(self, before: Head, head: Head) -> CountedShare:
-        """What the round after `before`, on the way to `head`, holds of ours: only that one can.
+        """What the round after `before` counts of this node. Only that round can contain its snapshot.
 
-        The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
+        The machine may have committed that round after the catch-up began, and then no longer has the snapshot's
+        record.
         """
         after = head if head.round == before.round + 1 else await self._lookout.round_after(self._machine.plan, before)
         share = self._progress.accounted_after(before)

@@ -1,14 +1,15 @@
-"""Which codec the next exchange uses, where a run leaves that to the swarm (`codec = "auto"`). Pure.
+"""Which codec the next exchange uses, if the run spec leaves the choice to Atoll (`codec = "auto"`). Pure.
 
-The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to when there are
-tokens for the next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes
-(docs/adr/0001 has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer
-than it; then rounds get longer (round_trigger.py). Where fragments take turns, each learns for itself, and a round is
-their mean.
+The choice is the most precise codec whose exchange takes at most a quarter of a round. A round lasts from the start of
+one exchange until there are tokens for the next. What a node trains during an exchange enters one round later, so a
+long exchange costs more than a coarse codec (docs/adr/0001 measures carry). If even the coarsest codec takes longer,
+the choice is the most precise codec that is hardly slower; then rounds get longer (round_trigger.py). If fragments take
+turns, each fragment has its own choice, and a round is the mean over the fragments.
 
-How long an exchange takes is learnt from the last ones with that codec, as every member sees them; of codecs not used
-lately, in proportion to the bytes. A finer codec than the last needs some time to spare. Start names the codec, and so
-does the manifest. An opener may be wrong about it, or lie: the round is as good as its codec.
+The expected time is the median of the last exchanges with that codec, which every member sees. For codecs not used
+lately it is scaled by the number of bytes. A codec finer than the last one needs some spare time. Start and the
+manifest name the codec. An opener may choose a wrong codec by mistake or on purpose; the round then has that codec's
+precision.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.v1 import common_pb2 as pb
 
 AUTO = ("bf16", "int8", "int4", "int2")  # by precision, whatever the scale: fp16 loses updates of 1e-7 and below
-_FIRST = "int4"  # before anything was seen
-_SHARE = 0.25  # of a round's time
-_SPARE = 0.8  # of that, for a finer codec than the last: else the choice would swing
-_HARDLY = 1.25  # times as long
-_LAST = 5  # exchanges with a codec that count
-_LATELY = 16  # exchanges ago: then what a codec took is forgotten
+_FIRST = "int4"  # before any exchange was measured
+_SHARE = 0.25  # of a round's time that an exchange may take
+_SPARE = 0.8  # of that share, for a finer codec than the last one; otherwise the choice would oscillate
+_HARDLY = 1.25  # factor by which a codec counts as hardly slower than the coarsest
+_LAST = 5  # exchanges per codec that the median uses
+_LATELY = 16  # exchanges after which a codec's times are forgotten
 
 
 def allowed(codec: str) -> tuple[str, ...]:
@@ -40,22 +41,22 @@ class _Times:
     """What exchanges with one codec took, in seconds."""
 
     seen: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
-    last: int = 0  # the number of the exchange
+    last: int = 0  # number of the last exchange with this codec
 
 
 @dataclass
 class CodecChoice:
-    """`names` of the codecs, the most precise first; `elements` of the fragment, and how many take `turns` with it."""
+    """`names`: codecs, most precise first. `elements`: size of the fragment. `turns`: number of fragments."""
 
     names: Sequence[str]
     elements: int
     turns: int = 1
     _times: dict[str, _Times] = field(default_factory=dict)
-    _cut_off: bool = False  # an exchange was, before any was measured
-    _count: int = 0  # exchanges
+    _cut_off: bool = False  # an exchange was cut off before any was measured
+    _count: int = 0  # number of exchanges
     _used: str = ""  # the last codec
-    _began: float = 0.0  # the exchange under way, or the last one
-    _reference: float | None = None  # when the last one that did not break off began
+    _began: float = 0.0  # start of the current or last exchange
+    _reference: float | None = None  # when the last exchange that ended here began
 
     def begin(self, number: pb.Codec, now: float) -> None:
         """An exchange begins with codec `number`."""
@@ -63,7 +64,7 @@ class CodecChoice:
         self._count += 1
 
     def end(self, now: float, *, complete: bool) -> None:
-        """It is over; one that is not complete would have taken longer."""
+        """Record the time of the exchange. An incomplete exchange would have taken longer."""
         seconds, known = now - self._began, self._times.get(self._used)
         self._reference = self._began
         if not complete and (known is None or seconds <= median(known.seen)):
@@ -77,15 +78,15 @@ class CodecChoice:
 
     @property
     def finest(self) -> Codec:
-        """For a member that is alone: nothing travels."""
+        """The most precise codec, for a member that is alone: nothing is sent."""
         return CODECS[self.names[0]]
 
     def forget_round(self) -> None:
-        """This node was away: since when the others train is unknown."""
+        """Forget when the last exchange began: this node was away and does not know when the others began to train."""
         self._reference = None
 
     def choose(self, now: float) -> Codec:
-        """For an exchange that begins now, or could have: `now` is when there were tokens for it."""
+        """The codec for the next exchange. `now`: when there were enough tokens for it."""
         if len(self.names) == 1:
             return CODECS[self.names[0]]
         if not self._times:
@@ -101,7 +102,7 @@ class CodecChoice:
         return next(CODECS[name] for name in self.names if seconds[name] <= _HARDLY * seconds[self.names[-1]])
 
     def _expected(self, name: str) -> float:
-        """Seconds."""
+        """Expected seconds of an exchange with this codec."""
         known = self._times.get(name)
         if known is not None and self._count - known.last <= _LATELY:
             return median(known.seen)

@@ -1,7 +1,4 @@
-"""The decisions of a round as pure functions: what Start says, whether a Start is honest, what is signed.
-
-The opener builds with these functions and every member checks with them, so the rules stand once.
-"""
+"""The decisions of a round as pure functions. Opener and members use the same ones, so each rule exists once."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from atoll.node.rounds.types import RoundPolicy, VoteSigner
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-MAX_SAMPLES = 2**40  # that a member may say it consumed in one round
+MAX_SAMPLES = 2**40  # that a member may claim to have consumed in one round
 
 
 def build_start(
@@ -42,11 +39,11 @@ def build_start(
     exchange_seconds: float,
     poor_reducers: Set[str] = frozenset(),
 ) -> dp.Start:
-    """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
+    """The Start message: the members that answered, their weights, and the partition by the plan's bandwidth caps.
 
-    `poor_reducers` shall sum nothing: a quarter of the reducers at most, but one of few.
-    Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
-    towards the run up to the same cap, so that no single claim can end it.
+    A weight is min(tokens, cap), so no single claim can end the run. At most a quarter of the reducers (or one of few)
+    is in `poor_reducers` and sums nothing. A member that does not hold the fragment is a witness: it contributes and
+    sums nothing.
     """
     members = round_id.order(ready)
     fragment = policy.fragment_of(round_id.number)
@@ -136,7 +133,7 @@ def parts_total(start: dp.Start) -> int:
 
 
 def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], said_by: str | None = None) -> None:
-    """Raise `PeerMisbehaved` unless reducers, or the one that they were `said_by`, can have judged like that."""
+    """Raise `PeerMisbehaved` unless these can be the verdicts of reducers, or of `said_by` alone."""
     parts = {piece.reducer: _parts_in(piece, start.part_elements) for piece in start.partition}
     members = [item.peer_id for item in start.contributions]
     if said_by is not None and any(members[it.reducer : it.reducer + 1] != [said_by] for it in verdicts):
@@ -149,9 +146,9 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
 
 
 def check_nonces(start: dp.Start, settle: dp.Settle, opener: str) -> None:
-    """Raise `PeerMisbehaved` unless `settle` has the nonce of each contributor that is present, but for the opener's.
+    """Raise `PeerMisbehaved` unless `settle` has the nonce of every present contributor except the opener.
 
-    The opener could choose its own when it knows all others, and with it the parts that audits draw.
+    The opener could choose its nonce after all others are known, and with it the parts that audits draw.
     """
     if len(settle.nonces) != len(start.contributions) or {*map(len, settle.nonces)} - {0, NONCE_BYTES}:
         raise PeerMisbehaved("Settle does not have one nonce, or none, for each member")
@@ -164,13 +161,13 @@ def check_nonces(start: dp.Start, settle: dp.Settle, opener: str) -> None:
 
 
 def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> None:
-    """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange; for a witness it names no parts."""
+    """Raise `PeerMisbehaved` unless `settle` can end this exchange. A witness's Settle lists no parts."""
     members = [item.peer_id for item in start.contributions]
     present = list(settle.present)
     if not present or present != [peer for peer in members if peer in set(present)]:
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     check_verdicts(start, settle.verdicts)
-    if 0 < parts_total(start) <= settle.parts_zeroed:  # a fragment of which nothing is trained has no parts
+    if 0 < parts_total(start) <= settle.parts_zeroed:  # a fragment without trained layers has no parts
         raise PeerMisbehaved("Settle gives up every part")
     if not holds_parts:
         return
@@ -188,8 +185,8 @@ def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> No
 def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -> None:
     """Raise `PeerMisbehaved` unless a round after `head` can have ended with this manifest.
 
-    Everything but the digests is checked; the data position, the fragment and its witnesses where it was made under
-    `plan`. For what others want us to vote for, or say that they voted for.
+    This checks everything except the digests; position, fragment and witnesses only if it was made under `plan`. Used
+    for results that others propose or say that they voted for.
     """
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
@@ -227,7 +224,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
 
 
 def _check_history(policy: RoundPolicy, plan: Plan, head: Head, manifest: manifest_pb2.Manifest) -> None:
-    """Raise `PeerMisbehaved` unless the result is of the next round of our history, by a majority of its seats."""
+    """Raise `PeerMisbehaved` unless this is the next round of our history and had a majority of its seats."""
     named, made = manifest.round, manifest.contributions
     if (named.run_id, named.number) != (policy.run_id, head.round + 1):
         raise PeerMisbehaved("a result to vote for is of another round")
@@ -242,7 +239,7 @@ def _check_history(policy: RoundPolicy, plan: Plan, head: Head, manifest: manife
 def _check_contributions(
     plan: Plan, manifest: manifest_pb2.Manifest, holders: Set[str], most: int, *, ours: bool
 ) -> None:
-    """Raise `PeerMisbehaved` unless members brought what the plan allows; `most` where it is not of our plan."""
+    """Raise `PeerMisbehaved` if a contribution exceeds its cap (`most` for a result of another plan)."""
     made = manifest.contributions
     require_valid_verdicts(manifest.verdicts, made, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
@@ -261,7 +258,10 @@ def _check_contributions(
 
 
 def _check_layers(policy: RoundPolicy, head: Head, manifest: manifest_pb2.Manifest, due: range | None) -> None:
-    """Raise `PeerMisbehaved` unless only the layers of the fragment change, which are `due` under our plan."""
+    """Raise `PeerMisbehaved` unless only the fragment's layers change.
+
+    `due`: those layers, if `plan` made the result.
+    """
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
@@ -274,12 +274,12 @@ def _check_layers(policy: RoundPolicy, head: Head, manifest: manifest_pb2.Manife
 
 
 def is_mark(mark: bytes) -> bool:
-    """Whether a member can have drawn this; empty: it could not store one."""
+    """Whether `mark` has a valid length. It is empty if the member could not store one."""
     return len(mark) in (0, MARK_BYTES)
 
 
 def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
-    """Whether this result changes nothing that `me` holds. Raises `PeerMisbehaved` for what is no manifest."""
+    """Whether this result changes no layer that `me` holds. Raises `PeerMisbehaved` if it is not a manifest."""
     try:
         changed = changed_layers(manifest_pb2.Manifest.FromString(payload))
     except DecodeError as error:
@@ -289,11 +289,11 @@ def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
 
 
 def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
-    """Whether a result may be proposed: at least half of the members that took part and hold its layers attest to it.
+    """Whether a result may be proposed: at least half of the holders that took part attest to it.
 
-    Also those that leave count, because somebody must hold the layers of a last round. Half, because most layers have
-    two holders, and one of them may be gone. Members on probation do not count. Of a result of an earlier plan we do
-    not know who held what.
+    Most layers have two holders, and one may be gone. Members that leave count, because somebody must hold the last
+    layers. Members on probation do not count. For a result of an earlier plan the holders are unknown: all contributors
+    count.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
     made = manifest.contributions
@@ -317,10 +317,10 @@ def check_attested(plan: Plan, signer: VoteSigner, proposal: dp.Proposal) -> Non
 
 
 def seats_after(plan: Plan, head: Head, round_id: RoundId, present: Set[str]) -> tuple[str, ...]:
-    """Who decides the round after `round_id`, an attempt at the round after `head`; its opener comes first.
+    """The seats after `round_id`, an attempt at the round after `head`. The opener of `round_id` comes first.
 
-    Members that stay keep their seats. So the same one opens rounds for as long as it can. Members on probation have
-    seats only where nobody else is present.
+    Present members keep their seats, so one member opens rounds for as long as it can. Members on probation get seats
+    only if nobody else is present.
     """
     candidates = [round_id.opener(plan.openers(head)), *plan.seats(head), *plan.by_uplink]
     proved = [peer for peer in candidates if peer not in plan.on_probation]
@@ -328,7 +328,7 @@ def seats_after(plan: Plan, head: Head, round_id: RoundId, present: Set[str]) ->
 
 
 def _check_seats(plan: Plan, head: Head, payload: bytes, *, ours: bool) -> None:
-    """Raise `PeerMisbehaved` unless the manifest gives the next round to those who have a right to it."""
+    """Raise `PeerMisbehaved` unless the manifest gives the seats to the members that are due."""
     after = Head(manifest_pb2.CommittedManifest(payload=payload))
     seats, present = after.seats, after.present
     members = set(seats) - {COORDINATOR}
@@ -349,9 +349,9 @@ def manifest_payload(
     settle: dp.Settle,
     layers: tuple[manifest_pb2.LayerState, ...],
 ) -> bytes:
-    """The bytes that every member votes for: equal on all that computed the same digests.
+    """The serialised manifest that seats vote for. Members that computed the same digests get the same bytes.
 
-    What most sums lack is spent, its samples too, but its tokens do not count.
+    If most sums lack a contribution, its samples count as consumed, but its tokens do not count.
     """
     present = set(settle.present)
     seats = seats_after(plan, head, RoundId.from_proto(start.round), present)
@@ -399,10 +399,10 @@ def _position_after(policy: RoundPolicy, plan: Plan, head: Head, samples: Mappin
 
 
 def position_at(head: Head, plan: Plan, round_samples: int) -> DataPosition:
-    """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
+    """The data position at `head`. Genesis has no contributions, so the plan gives the data ranges of genesis.
 
-    Whoever drives a route under `plan` and holds nothing gets a first lease; all others hold what they held, so that no
-    plan takes away what somebody may have trained on. The next plan at the same head gives each of them the same.
+    A node that newly drives a route gets a first lease. All others keep theirs, so no plan takes away samples that a
+    node may have trained on. The next plan at the same head gives the same leases.
     """
     if head.round > 0:
         began = [(*plan.name_of(number), route[0]) for number, route in enumerate(plan.routes)]
@@ -410,19 +410,19 @@ def position_at(head: Head, plan: Plan, round_samples: int) -> DataPosition:
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)
-    gaps = pairwise([(0, 0), *held])  # ranges of members that left before anything was committed
+    gaps = pairwise([(0, 0), *held])  # ranges of members that left before any commit
     returned = tuple((end, start) for (_, end), (start, _) in gaps if start > end)
     return DataPosition(cursor, returned, holdings, epoch_samples=head.data.epoch_samples)
 
 
 def _reducers(plan: Plan, members: Sequence[str], holders: Set[str]) -> list[str]:
-    """The holders that sum: not those on probation, while there are others."""
+    """The holders that sum. Members on probation sum only if there are no others."""
     there = [peer for peer in members if peer in holders]
     return [peer for peer in there if peer not in plan.on_probation] or there
 
 
 def _most_kept_out(reducers: Sequence[str]) -> int:
-    """How many holders an opener may keep from reducing; a liar that opens must not choose who reduces."""
+    """How many holders an opener may keep from reducing, so that a lying opener cannot choose the reducers."""
     return max(len(reducers) // 4, min(1, len(reducers) // 2))
 
 

@@ -1,4 +1,7 @@
-"""In which attempts at the next round this life took part, and with whom, so that nobody can make up a result. Pure."""
+"""The attempts at the next round in which this process took part, with their members, to detect invented results.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from atoll.v1 import manifest_pb2
 
 _KEPT = 16  # attempts
 
-_Inputs = tuple[tuple[str, int, int, bytes, bool, int], ...]  # peer id, weight, samples, mark; empty: we did not hear
+# peer id, weight, samples, mark, probation, judged tokens; empty: no Start was received
+_Inputs = tuple[tuple[str, int, int, bytes, bool, int], ...]
 
 
 class EarlierAttempts:
-    """At one head. `born`: the newest attempt that an earlier life may have promised; None: there was none."""
+    """Attempts at one head.
+
+    `born`: the newest attempt that an earlier process of this node may have promised, or None.
+    """
 
     def __init__(self, born: Ballot | None) -> None:
         self._born = born
@@ -22,11 +29,11 @@ class EarlierAttempts:
         self._forgotten: Ballot | None = None
 
     def promised(self, round_id: RoundId) -> None:
-        """We answered its Open."""
+        """Record that we sent Ready for this attempt."""
         self._keep(round_id, ())
 
     def took_part(self, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> None:
-        """We follow its Start."""
+        """Record the contributions of an attempt whose Start we accepted."""
         self._keep(round_id, _inputs(contributions))
 
     def _keep(self, round_id: RoundId, inputs: _Inputs) -> None:
@@ -37,7 +44,7 @@ class EarlierAttempts:
             self._forgotten = max(self._forgotten or oldest.ballot, oldest.ballot)
 
     def contradicts(self, me: str, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> bool:
-        """Whether that attempt cannot have had these contributions, for all that we remember."""
+        """Whether our records exclude that the attempt had these contributions."""
         inputs = _inputs(contributions)
         if round_id in self._inputs:
             return self._inputs[round_id] not in ((), inputs)

@@ -1,9 +1,9 @@
-"""The shell around the round machine: it carries out actions over network, trainer and disk.
+"""Carries out the actions of the round machine with network, trainer and disk.
 
-Three queues keep order. Events enter the machine one by one; a peer that sends them faster waits (event_queue.py).
-Orders to the trainer (freeze, discard, install, catch up) run one after another (trainer_orders.py). Pledges are on
-disk before they are sent (outbox.py). Everything else (exchanges, repairs, questions to others) runs beside, and
-training never waits for any of it.
+Three queues keep the order. The machine processes one event at a time; a peer that sends events faster has to wait
+(event_queue.py). Orders to the trainer (freeze, discard, install, catch up) run one after another (trainer_orders.py).
+Pledges are written to disk before they are sent (outbox.py). Everything else (exchanges, repairs, questions to others)
+runs in background tasks. Training never waits for any of these.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = log.get("rounds")
 
 
 class AveragingEngine:
-    """Outer rounds on one node."""
+    """Runs the outer rounds of one node."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AveragingEngine:
         callbacks: RoundCallbacks,
         told: Promised | None = None,
     ) -> None:
-        """`told`: the newest promise that an earlier process of this node told the coordinator."""
+        """`told`: the newest promise that an earlier process of this node reported to the coordinator."""
         me = member.peer_id
         self.finished = asyncio.Event()
         self._clock, self._callbacks, self._installed = member.clock, callbacks, installed
@@ -99,8 +99,8 @@ class AveragingEngine:
             me, machine, installed, results, progress, evaluation, counters, catching_up.begin, self.finished
         )
         installed.tell(catching_up.head_moved, callbacks.committed)
-        self._abstains = False  # as it was last told
-        self._head_is_new = False  # what it leaves of our progress shall be reported at once
+        self._abstains = False  # the value that was last logged
+        self._head_is_new = False  # report the progress that remains after the commit at once
 
     @property
     def head(self) -> Head:
@@ -109,7 +109,7 @@ class AveragingEngine:
 
     @property
     def moving(self) -> bool:
-        """Whether the state is changing; it must not be served."""
+        """Whether the state is being changed. It must not be served meanwhile."""
         return self._installed.moving
 
     @property
@@ -119,32 +119,32 @@ class AveragingEngine:
 
     @property
     def turns(self) -> int:
-        """In how many rounds every layer has its turn."""
+        """The number of rounds in which every layer is averaged once."""
         return len(self._machine.policy.fragments)
 
     def leave(self) -> None:
-        """The next round is this node's last; it shall open now."""
+        """Make the next round this node's last, and ask for it to open now."""
         self._events.put(rt.Leave())
 
     async def receive(self, peer: str, message: dp.RoundMessage) -> None:
-        """A round message from a member; returns when there is room for it."""
+        """Process a round message from a member. Returns when the event queue has room for it."""
         if message.HasField("plan"):
             self._callbacks.plan_shared(message.plan)
-        elif not self._catching_up.active or message.HasField("open"):  # it may be followed when we are there
+        elif not self._catching_up.active or message.HasField("open"):  # followed once this node has caught up
             await self._events.put_from(peer, rt.Received(peer, message))
 
     async def lost(self, peer: str) -> None:
-        """A member's connection broke."""
+        """Report to the machine that a member's connection broke."""
         await self._events.put_from(peer, rt.Lost(peer))
 
     def plan_received(self, plan: Plan) -> None:
-        """A newer plan; adopted between rounds."""
+        """Give the machine a newer plan, which it adopts between rounds."""
         self._events.put(rt.PlanReceived(plan))
 
     async def rest(self, timeout: timedelta) -> None:
-        """Wait until no round is under way here and what was committed is installed, or the time is up.
+        """Wait until no round runs here and all committed rounds are installed, or until the timeout.
 
-        What is staged for a round that is not decided yet would be lost with this engine.
+        A staged result of a round that is not decided yet is lost when this engine ends.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
@@ -154,7 +154,7 @@ class AveragingEngine:
                     await self._orders.join()
 
     async def run(self, links: RoundLinks) -> None:
-        """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""
+        """Take part in rounds until cancelled or `finished`. Raises the errors of the trainer and the disk."""
         self._outbox.links = links
         if self._machine.finished:
             self.finished.set()
@@ -177,23 +177,26 @@ class AveragingEngine:
     # --- events to the machine -----------------------------------------------------------------------
 
     async def _feed(self) -> None:
-        """Events as they come, and a tick at every new head, and every so often however many events come."""
+        """Pass events to the machine as they come.
+
+        Send a tick at every new head and at a fixed interval, also under load.
+        """
         next_tick = self._clock.monotonic() + _TICK_SECONDS
         while True:
             try:
                 async with asyncio.timeout(max(0.0, next_tick - self._clock.monotonic())):
                     self._step(await self._events.get())
             except TimeoutError:
-                pass  # nothing came: only the tick
+                pass  # no event came; only the tick is due
             if self._head_is_new or self._clock.monotonic() >= next_tick:
                 self._head_is_new = False
                 next_tick = self._clock.monotonic() + _TICK_SECONDS
                 self._tick()
-                await asyncio.sleep(0)  # a flood of events must not keep others from running
+                await asyncio.sleep(0)  # lets other tasks run while many events come in
 
     def _tick(self) -> None:
         if self._catching_up.active:
-            return  # what the machine believes is out of date
+            return  # the machine's head is out of date during a catch-up
         self._step(self._progress.report())
         self._step(rt.Tick())
         self._catching_up.look_if_quiet()
@@ -207,14 +210,14 @@ class AveragingEngine:
             self._orders.put(self._progress.drive)
 
     def _arrived(self, head: Head) -> None:
-        """We caught up with the others."""
+        """Move the machine to `head` after a catch-up."""
         self._step(rt.HeadMoved(head))
-        self._tick()  # so that others hear at once that we are there
+        self._tick()  # so that others learn at once that this node is at the head
         if self._machine.finished:
             self.finished.set()
 
     def _tell_abstention(self) -> None:
-        """Say it once: others decide as long as it lasts."""
+        """Log once that this seat does not vote. The other seats decide meanwhile."""
         abstains = self._machine.abstains
         if abstains and not self._abstains:
             _log.warning(
@@ -259,7 +262,7 @@ class AveragingEngine:
 
     async def _freeze(self, round_id: RoundId, fragment: Fragment) -> None:
         await self._results.ended()
-        if self._machine.is_freezing(round_id):  # not given up while other orders were carried out
+        if self._machine.is_freezing(round_id):  # the attempt still needs the snapshot
             self._events.put(await self._progress.freeze(round_id, fragment))
 
     async def _ask_coordinator(self, round_id: RoundId, proposal: bytes) -> None:

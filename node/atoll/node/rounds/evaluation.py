@@ -1,4 +1,4 @@
-"""The held-out loss of committed anchors: one member measures it once every layer had its round."""
+"""Measures the held-out loss of committed anchors: one member measures it after every turn of the fragments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import membership_pb2 as mb
 
-_TIMEOUT = timedelta(seconds=10)  # over a route, until all its stages stand at the same round
+_TIMEOUT = timedelta(seconds=10)  # over a route: until all its stages have installed the same round
 _LAST_TIMEOUT = timedelta(seconds=60)
 _AGAIN_SECONDS = 0.5
 MAX_SOURCES = 64  # in a report
@@ -25,7 +25,7 @@ _log = log.get("rounds")
 
 
 class Evaluation:
-    """Measures anchors on one node, where that is this node's turn."""
+    """Measures anchors on this node when it is this node's turn."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Evaluation:
         current: Callable[[], Head],
         report: Callable[[mb.EvaluationReport], None],
     ) -> None:
-        """`current`: the head whose anchor the trainer has."""
+        """`current` returns the head whose anchor the trainer has."""
         self._me = me
         self._trainer = trainer
         self._clock = clock
@@ -45,7 +45,10 @@ class Evaluation:
         self._report = report
 
     async def end_turn(self, head: Head, plan: Plan, *, opened_here: bool, holds_all: bool, last: bool) -> None:
-        """A round is installed. `holds_all`: this node has the whole model; `last`: the round was the run's last."""
+        """Evaluate the installed round `head` if this node must.
+
+        `holds_all`: it has the whole model; `last`: the run is over.
+        """
         last_of_turn = head.manifest.round.fragment == head.manifest.fragments - 1
         if not (last_of_turn or last) or not self._is_due(head, plan, opened_here):
             return
@@ -57,7 +60,7 @@ class Evaluation:
             self._background.begin(self._evaluate_route(head, _TIMEOUT))
 
     def _is_due(self, head: Head, plan: Plan, opened_here: bool) -> bool:
-        """Whether this node evaluates: the opener if all hold the model, else a node that does, or a route's driver."""
+        """Whether this node evaluates: the opener if all hold the model, else the first replica or driver."""
         if not plan.cuts:
             return opened_here
         there = RoundId.from_proto(head.manifest.round).order(sorted(head.present))
@@ -66,7 +69,7 @@ class Evaluation:
         return able[:1] == [self._me]
 
     async def _evaluate_route(self, head: Head, timeout: timedelta) -> None:
-        """Stages hear of a round at different times. A newer round ends this; then the next turn's loss has to do."""
+        """Evaluate over a route, and retry until all stages have installed the round. Stop if a newer round comes."""
         deadline = self._clock.monotonic() + timeout.total_seconds()
         while self._current() is head:
             try:
@@ -85,7 +88,7 @@ class Evaluation:
 
 
 async def evaluation_report(trainer: Trainer, head: Head) -> mb.EvaluationReport:
-    """Measure the anchor of `head`, which the trainer has, and tell what of each source was trained up to it."""
+    """Measure the anchor of `head`, which the trainer has. The report also has the tokens trained of each source."""
     loss = await trainer.evaluate()
     progress = trainer.facts.mixture_progress if loss.sources else None
     trained = {row.name: row.tokens for row in progress.at(head.data)} if progress is not None else {}

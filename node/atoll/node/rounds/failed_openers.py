@@ -1,14 +1,15 @@
-"""Openers whose attempts failed: others have their turn first, longer each time, and everybody backs off. Pure."""
+"""Openers whose attempts failed. Other openers go first, for longer each time, and all openers back off. Pure."""
 
 from __future__ import annotations
 
-_BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
-_TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
+_BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, and at most
+# seconds until a failed opener is followed again: after one failure, at most, at most if it was silent
+_TURNS = (0.5, 2.0, 8.0)
 _NEVER = float("-inf")
 
 
 class FailedOpeners:
-    """What failed at one head under one plan."""
+    """Failed attempts at one head under one plan."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -17,7 +18,7 @@ class FailedOpeners:
         self._refused_until: dict[str, float] = {}
 
     def fail(self, opener: str, now: float, *, said_so: bool) -> None:
-        """An attempt failed; `said_so`: its opener abandoned it in words."""
+        """Record a failed attempt. `said_so`: its opener sent Abandon."""
         first, most, most_silent = _TURNS
         self._strikes[opener] = self._strikes.get(opener, 0) + 1
         self._refused_until[opener] = now + _doubled(first, self._strikes[opener], most if said_so else most_silent)
@@ -25,11 +26,11 @@ class FailedOpeners:
         self._not_before = now + _doubled(_BACKOFF[0], self._failures, _BACKOFF[1])
 
     def must_wait(self, opener: str, now: float) -> bool:
-        """Whether others shall have their turn before this opener."""
+        """Whether other openers go before this one."""
         return now < self._refused_until.get(opener, _NEVER)
 
     def all_must_wait(self, now: float) -> bool:
-        """Whether nobody shall open an attempt yet."""
+        """Whether no member may open an attempt yet."""
         return now < self._not_before
 
 

@@ -1,9 +1,9 @@
-"""One attempt as a member lives it, from the opener's Open until it waits for the Commit. Pure; machine.py feeds it.
+"""One attempt of a member that follows it, from the opener's Open to the Commit. Pure; machine.py feeds it.
 
-Whoever holds the round's layers exchanges, and attests to the result. Who does not is its witness, and brings nothing.
-Apart from that, whoever has a seat votes for what the opener proposes, if enough holders attest to it.
+A holder of the round's layers takes part in the exchange and attests to the result. Any other member is a witness and
+contributes nothing. Every seat votes for what the opener proposes, if enough holders attest to it.
 
-Its steps raise `PeerMisbehaved` when the opener asks for what no honest opener would.
+Steps raise `PeerMisbehaved` when the opener asks for something that no honest opener would ask.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from atoll.node.rounds.types import (
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-_SETTLE_FLOORS = 4  # of the opener's slack, after the exchange's time, until Settle is overdue
+_SETTLE_FLOORS = 4  # multiple of the opener's slack after the exchange's time; then Settle is overdue
 
 
 @dataclass
 class Follower:
-    """`out` collects messages (peer, message) and actions; the machine takes them after every call."""
+    """`out` collects messages (peer, message) and actions. The machine takes them after every call."""
 
     me: str
     opener: str
@@ -60,34 +60,34 @@ class Follower:
     signer: VoteSigner
     promises: Promises
     earlier: EarlierAttempts
-    coordinator_seconds: float  # what the opener may need to hear the coordinator
+    coordinator_seconds: float  # seconds that the opener may wait for the coordinator's answer
     deadline: float
     phase: Phase = Phase.FREEZING
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
-    commit: manifest_pb2.CommittedManifest | None = None  # it came before our own result was staged
-    brings: bool = False  # the head's snapshot is what it brings
+    commit: manifest_pb2.CommittedManifest | None = None  # the Commit, if it came before our own result was staged
+    brings: bool = False  # this node contributes the head's snapshot
     _ready: dp.Ready | None = None
-    _parts: tuple[bytes, ...] = ()  # what we reported to hold
-    _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
-    _nonce: bytes = b""  # what we told with it
+    _parts: tuple[bytes, ...] = ()  # digests of the parts that we reported
+    _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # the verdicts that we reported
+    _nonce: bytes = b""  # the nonce that we reported
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
     _payload: bytes = b""  # of the result that was computed here
-    _proposal: dp.Proposal | None = None  # the one of this attempt
+    _proposal: dp.Proposal | None = None  # the proposal of this attempt
 
     @property
     def fragment(self) -> Fragment:
-        """What the round averages."""
+        """The fragment that the round averages."""
         return self.policy.fragment_of(self.round_id.number)
 
     @property
     def is_witness(self) -> bool:
-        """Whether we hold nothing of that."""
+        """Whether this node holds no layer of that fragment."""
         return self.me not in self.plan.holders(self.fragment.layers)
 
     @property
     def votes(self) -> bool:
-        """Whether we have a seat, and know all that we ever promised."""
+        """Whether this node has a seat and knows all its earlier promises."""
         return self.promises.votes and self.me in self.plan.seats(self.head)
 
     def freeze(self) -> None:
@@ -95,7 +95,7 @@ class Follower:
         self.out.append(Freeze(self.round_id, self.fragment))
 
     def promise(self, frozen: Frozen, *, leaving: bool, brings: bool = True) -> None:
-        """Ready: we bring that many tokens, and with a seat will not vote in earlier attempts."""
+        """Send Ready: the tokens that we contribute and, with a seat, the promise not to vote in earlier attempts."""
         self.brings = brings
         accepted = None
         if self.votes and (voted := self.promises.voted) is not None:
@@ -122,7 +122,10 @@ class Follower:
         self._promise(dp.RoundMessage(ready=self._ready))
 
     def abstain(self) -> None:
-        """Ready, without a promise, because we could not write one down; then others must decide the next round too."""
+        """Send Ready without a promise, because it could not be written to disk.
+
+        Others then decide the next round too.
+        """
         assert self._ready is not None
         ready = dp.Ready()
         ready.CopyFrom(self._ready)
@@ -133,7 +136,7 @@ class Follower:
         self.out.append((self.opener, dp.RoundMessage(ready=ready)))
 
     def start(self, message: dp.Start, now: float) -> None:
-        """Exchange: from here on the snapshot is seen by others."""
+        """Check Start and begin the exchange. From now on others see the snapshot."""
         assert self._ready is not None
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
@@ -146,12 +149,12 @@ class Follower:
             self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
             return
         self.phase = Phase.EXCHANGING
-        if len(message.partition) > 1:  # else nothing says how long it would take over links
+        if len(message.partition) > 1:  # a partition with one member does not measure any link
             self.paces.codec.begin(message.codec, now)
         self.out.append(RunExchange(self.round_id, message, seconds, self.fragment))
 
     def exchange_done(self, event: ExchangeDone, now: float) -> None:
-        """Our exchange is over: report the parts."""
+        """Report the parts of our finished exchange."""
         assert self._start is not None
         self.phase = Phase.AWAITING_SETTLE
         if len(self._start.partition) > 1:
@@ -168,13 +171,16 @@ class Follower:
             self._complete(now)
 
     def settle(self, message: dp.Settle, now: float) -> None:
-        """Which parts are the round's; the first word counts. It may come before our own exchange is over."""
+        """Take the opener's decision on the parts. Only the first counts.
+
+        It may come before our own exchange is over.
+        """
         if self._settle is None:
             assert self._start is not None
             check_nonces(self._start, message, self.opener)
             check_settle(self._start, message, holds_parts=not (message.as_reported or self.is_witness))
             self._settle = dp.Settle()
-            self._settle.CopyFrom(message)  # an opener that follows itself sends the same message to others
+            self._settle.CopyFrom(message)  # the opener sends the same object to others
             if self.phase is Phase.AWAITING_SETTLE:
                 self._complete(now)
 
@@ -207,25 +213,25 @@ class Follower:
         self.out.append(Complete(self.round_id, self._settle, seconds))
 
     def staged(self, layers: tuple[manifest_pb2.LayerState, ...]) -> bytes:
-        """The payload of the state that was computed here."""
+        """The manifest payload of the state that was computed here."""
         assert self._start is not None
         assert self._settle is not None
         return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
 
     def attest(self, payload: bytes) -> None:
-        """Digest: this is what we computed, and we hold it."""
+        """Send Digest: our attestation that we computed this result and hold it."""
         self._payload = payload
         self.phase = Phase.AWAITING_COMMIT
         digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=self.signer.attest(payload))
         self.out.append((self.opener, dp.RoundMessage(digest=digest)))
         if self._proposal is not None and self._proposal.payload == payload:
-            self._vote(self._proposal)  # it came before
+            self._vote(self._proposal)  # the proposal came before our result
 
     def propose(self, message: dp.Propose, now: float) -> None:
-        """Vote for the proposed result, if it can be this attempt's, or an earlier one's, and enough attest to it.
+        """Vote for the proposed result, if this or an earlier attempt can have it and enough holders attest to it.
 
-        A holder votes for this attempt's result once it holds that, too, so most results are safe with many. Where it
-        computes another result it does not vote.
+        For a result of this attempt, a holder votes only once it has computed the same result. So most committed
+        results have many holders.
         """
         payload, ballot, voted = message.proposal.payload, self.round_id.ballot, self.promises.voted
         second = self._proposal is not None and self._proposal.payload != payload
@@ -249,7 +255,7 @@ class Follower:
         self._proposal = message.proposal
         if earlier or self.is_witness or self._payload:
             self._vote(message.proposal)
-        if self.phase is Phase.READY:  # of an earlier attempt: there is nothing else to do
+        if self.phase is Phase.READY:  # a result of an earlier attempt: nothing else is left to do
             self.phase = Phase.AWAITING_COMMIT
 
     def _vote(self, proposal: dp.Proposal) -> None:
@@ -262,7 +268,7 @@ class Follower:
         self.out.append(Pledge(record, self.opener, dp.RoundMessage(vote=vote)))
 
     def _check_earlier(self, manifest: manifest_pb2.Manifest, payload: bytes) -> None:
-        """Raise `PeerMisbehaved` where we know better what an earlier attempt came to."""
+        """Raise `PeerMisbehaved` if our own records contradict this result of an earlier attempt."""
         made = RoundId.from_proto(manifest.round)
         if self.earlier.contradicts(self.me, made, manifest.contributions):
             raise PeerMisbehaved("a proposal names members, or weights, that an earlier attempt did not have")
@@ -271,9 +277,10 @@ class Follower:
                 raise PeerMisbehaved("a proposal names another result of an earlier attempt than we computed")
 
     def _is_left_out(self, manifest: manifest_pb2.Manifest) -> bool:
-        """Whether this attempt would take our seat though we told what we have, and do not leave: that gets no vote.
+        """Whether this attempt would take our seat although we reported our parts and do not leave.
 
-        Of an earlier attempt we do: our word may have come too late then, and the result may be committed.
+        Then we do not vote. For a result of an earlier attempt we vote all the same: our report may have come too late,
+        and the result may be committed.
         """
         told = self._settle is not None and self.phase in (Phase.STAGING, Phase.AWAITING_COMMIT)
         if not told or self._ready is None or self._ready.leaving:
@@ -281,5 +288,8 @@ class Follower:
         return any(item.peer_id == self.me and not item.present for item in manifest.contributions)
 
     def _promise(self, message: dp.RoundMessage) -> None:
-        """Send what binds a seat once it is on disk; without one, too, as only who can write may get one."""
+        """Send Ready after the promise is on disk.
+
+        A node without a seat writes one too: only a node that can write gets a seat.
+        """
         self.out.append(Pledge(self.promises.pledge(self.round_id.ballot), self.opener, message))

@@ -1,4 +1,4 @@
-"""The newest head that is installed on this node, with its state: they change together."""
+"""The newest installed head and its state, which change together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.node.state.manifests import ManifestStore
 
 
 class InstalledState:
-    """`state` is that of `head`, except while it is `moving`: then it must not be served."""
+    """`state` belongs to `head`, except while `moving` is set. It must not be served then."""
 
     def __init__(self, head: Head, state: AnchorState, manifests: ManifestStore) -> None:
         self.head = head
@@ -21,17 +21,17 @@ class InstalledState:
         self._told: tuple[Callable[[Head], None], ...] = ()
 
     def tell(self, *told: Callable[[Head], None]) -> None:
-        """Call these, in this order, with every head that is installed from now on."""
+        """Set the functions that are called, in this order, with every head installed from now on."""
         self._told = told
 
     async def record(self, head: Head) -> None:
-        """Write the manifest of `head` down, before its state is installed."""
+        """Write the manifest of `head` to disk before its state is installed."""
         await asyncio.to_thread(self.manifests.try_append, head)
 
     async def move(self, head: Head, change: Callable[..., None], *arguments: object) -> None:
-        """Change the state to that of `head`, off the event loop; nobody is served a mixture meanwhile.
+        """Change the state to that of `head` in a thread. `moving` is set meanwhile, so that no mixture is served.
 
-        State and head change together even when this is cancelled in between.
+        State and head change together even if this call is cancelled.
         """
         self.moving = True
         changing = asyncio.create_task(asyncio.to_thread(change, *arguments))

@@ -1,4 +1,4 @@
-"""Installs what rounds committed: the state that is staged here, or only its manifest if it changes nothing here."""
+"""Installs committed rounds: the staged state, or only the manifest if the round changes no layer held here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Installer:
         behind: Callable[[str, CountedShare | None], None],
         finished: asyncio.Event,
     ) -> None:
-        """`behind` is told why this node has to catch up. `finished` is set after the run's last round."""
+        """`behind` is called with the reason for a catch-up. `finished` is set after the run's last round."""
         self._me = me
         self._machine = machine
         self._installed = installed
@@ -49,15 +49,16 @@ class Installer:
         self._finished = finished
 
     async def install(self, head: Head, opened_here: bool, share: CountedShare) -> None:
-        """Install the round of `head`, which holds `share` of ours."""
+        """Install the round of `head`. `share` says what the round counts of this node."""
         if head.round <= self._installed.head.round:
-            return  # we caught up with a later one meanwhile
+            return  # a catch-up has installed a later round meanwhile
         if is_witness(self._machine.plan, self._me, head.committed.payload):
             await self._witness(head, opened_here, share)
             return
         before, state = self._installed.head, self._installed.state
         staged = self._results.of_layers(head.manifest.layers)
-        if staged is None or head.manifest.previous_hash != before.hash:  # a fragment is only good where it was made
+        # a staged fragment fits only the state on which it was made
+        if staged is None or head.manifest.previous_hash != before.hash:
             self._behind(f"the state of round {head.round} is not kept here any more", share)
             return
         await self._installed.record(head)
@@ -73,7 +74,7 @@ class Installer:
         await self._end_turn(head, opened_here)
 
     async def _witness(self, head: Head, opened_here: bool, share: CountedShare) -> None:
-        """A round of layers that are not held here: what we trained of ours goes on."""
+        """Record a round of layers that are not held here. This node keeps its training."""
         if head.manifest.previous_hash != self._installed.head.hash:
             self._behind(f"round {head.round} does not follow our state", None)
             return
@@ -86,14 +87,14 @@ class Installer:
         await self._end_turn(head, opened_here)
 
     async def _audit_training(self, head: Head, before: Head, moved: tuple[int, int]) -> None:
-        """Only where members train the whole model."""
+        """Start the audit of training, if this node holds the whole model."""
         await self._progress.audits.stop()
         if self._results.served is not None and self._installed.state.is_whole:
             plan, lease = self._machine.plan, self._machine.policy.round_samples
             self._progress.audits.begin(InstalledRound(head, before, plan, lease, self._results.served, moved))
 
     async def _end_turn(self, head: Head, opened_here: bool) -> None:
-        """Perhaps every layer had its round now, or it was the run's last round."""
+        """Evaluate if the round completed a turn or the run, and set `finished` after the run's last round."""
         over = self._machine.finished and head is self._machine.head
         await self._evaluation.end_turn(
             head, self._machine.plan, opened_here=opened_here, holds_all=self._installed.state.is_whole, last=over
@@ -102,7 +103,7 @@ class Installer:
             self._finished.set()
 
     def _look_at_verdicts(self, manifest: manifest_pb2.Manifest) -> None:
-        """The owner of a node whose update others do not take should hear of it: its hardware may compute wrongly."""
+        """Warn the owner if reducers left out this node's update. Its hardware may compute wrongly."""
         place = next((place for place, item in enumerate(manifest.contributions) if item.peer_id == self._me), None)
         parts = sum(verdict.parts_left_out for verdict in manifest.verdicts if verdict.contributor == place)
         if parts:

@@ -1,4 +1,4 @@
-"""What a member said last of the tokens that it trained since the head, and what it most likely trains next. Pure."""
+"""A member's last report of the tokens trained since the head, and a forecast of its next tokens. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class LastReport:
     when: float
     leaving: bool
     step_seconds: float
-    full: bool  # more would not be counted
-    since: tuple[int, float]  # its first at this head: tokens, and when
-    gap: float  # seconds since the report before
+    full: bool  # more tokens would not be counted
+    since: tuple[int, float]  # its first report at this head: tokens and time
+    gap: float  # seconds since the previous report
 
     @classmethod
     def after(
         cls, before: LastReport | None, tokens: int, now: float, *, leaving: bool, step_seconds: float, full: bool
     ) -> LastReport:
-        """The next one, after the report `before`."""
-        if before is None or tokens < before.tokens:  # the latter: it began anew
+        """The report that follows `before`."""
+        if before is None or tokens < before.tokens:  # fewer tokens: the member began again
             return cls(tokens, now, leaving, step_seconds, full, since=(tokens, now), gap=0.0)
         return cls(tokens, now, leaving, step_seconds, full, before.since, now - before.when)
 
     def coming(self, now: float, lead: float) -> float:
-        """Tokens that it most likely trains by `lead` seconds from now, were its next report not overdue."""
+        """Tokens that the member probably adds within `lead` seconds from now, if its next report is on time."""
         tokens, when = self.since
         if self.when - when < LEAST_INTERVAL:
             return 0.0

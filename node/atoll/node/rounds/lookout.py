@@ -1,4 +1,4 @@
-"""Looks whether other members are ahead of this node, beside its rounds."""
+"""Checks, in the background, whether other members are ahead of this node."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from atoll.node.state.catchup import fetch_manifest, newest_round
 from atoll.node.state.heads import is_valid_successor
 from atoll.node.system.background_tasks import BackgroundTasks
 
-_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
+_TIMEOUT = timedelta(seconds=90)  # a long history may have to be fetched
 _PAUSE_SECONDS = 1.0
 
 _log = log.get("rounds")
 
 
 class Lookout:
-    """Asks other members for their heads, one time after another."""
+    """Asks other members for their heads, one query at a time."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Lookout:
         current: Callable[[], Head],
         behind: Callable[[str], None],
     ) -> None:
-        """`current`: this node's head. `behind` is told why it has to catch up."""
+        """`current` returns this node's head. `behind` is called with the reason for a catch-up."""
         self._member = member
         self._background = background
         self._current = current
@@ -45,11 +45,11 @@ class Lookout:
         return self._member.clock.monotonic() - self._looked_at
 
     def head_moved(self) -> None:
-        """This node has another head: there is no need to look for a while."""
+        """Restart the quiet time, because this node has a new head."""
         self._looked_at = self._member.clock.monotonic()
 
     def look(self, reason: str, plan: Plan) -> None:
-        """A member says that others are ahead. Ask them: it may not be true."""
+        """Ask the other members for their heads, because one member claims that others are ahead."""
         if not self._looking:
             self._looking = True
             self._background.begin(self._look(reason, plan))
@@ -61,18 +61,18 @@ class Lookout:
                 ahead = await newest_round(
                     self._member.network, plan, self._current(), operator_key=self._member.operator_key
                 )
-            head = self._current()  # it may have moved meanwhile
+            head = self._current()  # our head may have moved meanwhile
             if ahead > head.round or not plan.accepts(head):
                 self._behind(reason)
             else:
-                await asyncio.sleep(_PAUSE_SECONDS)  # before the next such claim is looked at
+                await asyncio.sleep(_PAUSE_SECONDS)  # before the next claim is checked
         except (TimeoutError, AtollError) as error:
             _log.info("could not look ahead", reason=str(error))
         finally:
             self._looking = False
 
     async def round_after(self, plan: Plan, before: Head) -> Head | None:
-        """The round after `before` with the votes that decided it, from any member that has it."""
+        """The round after `before`, with a valid quorum of votes, from any member that has it."""
 
         async def one(peer: str) -> Head | None:
             try:

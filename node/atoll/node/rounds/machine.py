@@ -3,16 +3,15 @@
     IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ AWAITING_SETTLE ─Settle─▶ STAGING ─▶ AWAITING_COMMIT ─▶ IDLE
                                └──── Propose: an earlier attempt's result may be committed ────▲
 
-Everyone follows (attendance.py, follower.py). The attempt's number names the seat that also leads it (opener.py), when
-a round is due and it is its turn (round_trigger.py). What a member promised, voted for and holds is its memory
-(promises.py), where it stands is shared by all of these (standing.py), and it tells others (own_reports.py).
-A round commits with the votes of a majority of the seats that the manifest before it names (core/quorum.py). Attempts
-are ballots of Paxos: a seat's Ready is the promise, Propose and Vote are the second phase, and an attempt that learns
-of an earlier result which may have been committed proposes that one. docs/explain/rounds.md draws it, with the
-failures.
+Every member follows an attempt (attendance.py, follower.py). The attempt's number names the seat that may lead it
+(opener.py) once a round is due (round_trigger.py). promises.py records what a member promised, voted for and holds. All
+these parts share standing.py. own_reports.py reports a member's position to others. A round commits with the votes of a
+majority of the seats that the previous manifest names (core/quorum.py). Attempts are ballots of Paxos. Ready is the
+promise; Propose and Vote are the second phase. If an earlier result may have been committed, an attempt proposes that
+result. docs/explain/rounds.md draws the protocol and its failures.
 
-Training goes on in every phase. At one head one snapshot of this node's progress leaves it, in whichever attempts, so
-no contribution can be counted twice whatever becomes of them (snapshot_ledger.py).
+Training continues in every phase. At one head, all attempts get the same snapshot of this node's progress. So no
+contribution is counted twice, whichever attempt commits (snapshot_ledger.py).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _OPENER_KINDS = frozenset({"open", "start", "settle", "propose", "abandon"})
 
 
 class RoundMachine:
-    """A run's rounds on one node. Feed `step`; carry out what it returns, in order.
+    """The rounds of a run on one node. Call `step` with each event; carry out the returned actions in order.
 
-    It has many methods: one for each kind of event and message, and what its shell reads.
+    It has many methods: one for each kind of event and message, and the properties that the engine reads.
     """
 
     def __init__(
@@ -84,17 +83,17 @@ class RoundMachine:
 
     @property
     def policy(self) -> rt.RoundPolicy:
-        """The policy of that plan."""
+        """The round policy of the current plan."""
         return self._at.policy
 
     @property
     def phase(self) -> rt.Phase:
-        """Where this node stands in a round."""
+        """A node's part in a round."""
         return self._attendance.phase
 
     @property
     def finished(self) -> bool:
-        """Whether the run has all its tokens: no more rounds open."""
+        """Whether the run has all its tokens. Then no more rounds open."""
         return self._at.finished
 
     @property
@@ -104,44 +103,47 @@ class RoundMachine:
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Who may open the next round, in their order."""
+        """The members that may open the next round, in order."""
         return self._at.openers
 
     @property
     def void(self) -> bool:
-        """Whether a recovery made our head void: we take part in nothing until we fetched another."""
+        """Whether a recovery made our head void.
+
+        Then this node takes part in no round until it fetched another head.
+        """
         return self._at.void
 
     def is_freezing(self, round_id: RoundId) -> bool:
-        """Whether a snapshot for that attempt is still wanted."""
+        """Whether the attempt `round_id` still needs a snapshot."""
         return self._attendance.is_freezing(round_id)
 
     def counted(self, manifest: manifest_pb2.Manifest) -> rt.Counted:
-        """What of this node's progress, of this life, a result of the next round holds."""
+        """What of this process's progress the next round's result `manifest` contains."""
         return self._at.ledger.counted(self._at.me, manifest)
 
     @property
     def held(self) -> tuple[bytes, ...]:
-        """Payloads whose state must be kept, because they may still be committed."""
+        """Payloads of results that may still be committed, so their state must be kept."""
         return tuple(self._at.promises.held)
 
     @property
     def votes(self) -> bool:
-        """Whether this node's vote counts at this head: it knows all that it ever promised."""
+        """Whether this node may vote at this head: it knows all its earlier promises."""
         return self._at.promises.votes
 
     @property
     def abstains(self) -> bool:
-        """Whether this node has a seat, and no vote."""
+        """Whether this node has a seat but does not vote."""
         return self._at.me in self.openers and not self.votes
 
     @property
     def in_doubt(self) -> bytes:
-        """The payload that this node voted for without knowing whether it was committed; empty for none."""
+        """The payload that this node voted for and that may or may not be committed; empty if none."""
         return self._at.promises.in_doubt
 
     def step(self, event: rt.Event, now: float, unix_ms: int = 0) -> list[rt.Action]:
-        """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
+        """Process one event at monotonic time `now`. `unix_ms` is the date in a Start that this step may send."""
         self._at.now, self._unix_ms = now, unix_ms
         self._take(event)
         while self._at.inbox:
@@ -188,7 +190,7 @@ class RoundMachine:
                 self._at.leaving = True
 
     def _lost(self, peer: str) -> None:
-        """Do not wait long for somebody who is most likely dead."""
+        """Shorten waits for a member whose connection broke."""
         self._at.trigger.lose(peer)
         self._attendance.lost(peer)
         if self._opener is not None:
@@ -208,9 +210,9 @@ class RoundMachine:
             paces.codec.forget_round()
         self._at.trigger.forget_exchange()
         self._move(head)
-        self._at.check_history()  # a recovery may have made it void while it was fetched
+        self._at.check_history()  # a recovery may have made the head void during the fetch
         self._adopt_plan()
-        self._reports.send()  # most likely a round is under way without us, and the next may wait
+        self._reports.send()  # a round probably runs without us, and the next may wait for our report
         self._attendance.try_waiting()
 
     def _tick(self) -> None:
@@ -227,7 +229,7 @@ class RoundMachine:
 
     @property
     def _is_between_rounds(self) -> bool:
-        """Whether a round is what comes next here."""
+        """Whether this node waits for the next round to open."""
         return self.phase is rt.Phase.IDLE and not self._at.finished and self._at.me in self._at.plan.members
 
     def _open_if_due(self) -> None:
@@ -261,7 +263,7 @@ class RoundMachine:
         self._drain_opener()
 
     def _drain_opener(self) -> None:
-        """Carry out what the attempt that we lead wants."""
+        """Carry out the messages and actions of the attempt that this node leads."""
         opener = self._opener
         if opener is not None:
             if opener.done:
@@ -269,7 +271,7 @@ class RoundMachine:
             self._at.carry_out(opener)
 
     def _supersede(self, reason: str) -> None:
-        """The head moves under the attempt that we lead."""
+        """End the attempt that this node leads, because the head moves."""
         if self._opener is not None:
             self._opener.supersede(reason, self._at.now)
             self._drain_opener()
@@ -306,7 +308,7 @@ class RoundMachine:
 
     def _declined(self, opener: Opener, peer: str, decline: dp.Decline) -> None:
         if decline.plan_version == self._at.plan.version:
-            if peer in self._at.openers:  # the attempts that others could follow do not matter
+            if peer in self._at.openers:  # the declines of other members do not matter
                 self._at.trigger.declined(self._at.attempt, decline.attempt)
             return
         newer = decline.plan_version > self._at.plan.version
@@ -326,7 +328,7 @@ class RoundMachine:
             self._open_if_due()
 
     def _received_ahead(self, peer: str, round_id: RoundId, kind: str, message: dp.RoundMessage) -> None:
-        """Of a round after the next: most likely the next one is about to be committed here, too."""
+        """Process a message of a round after the next. The next round is probably about to be committed here too."""
         if peer not in self._at.plan.members:
             return
         one_ahead = round_id.number == self._at.head.round + 2
@@ -340,9 +342,9 @@ class RoundMachine:
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         one_ahead = number == self._at.head.round + 2
         if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING):
-            return  # others were quicker than we are: our own result is on its way
+            return  # others were faster; our own result is about to be ready
         if one_ahead and (self._at.promises.held or self.phase is rt.Phase.AWAITING_COMMIT):
-            self._reports.send_to(peer)  # most likely what we wait for was committed: the answer is that manifest
+            self._reports.send_to(peer)  # our result was probably committed; the answer to this report is its manifest
         else:
             self._at.behind(f"{peer} is at round {number}, we are at {self._at.head.round}")
 
@@ -357,12 +359,12 @@ class RoundMachine:
                 return
             staging = self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING)
             if staging and following is not None and message.round == following.round_id.to_proto():
-                following.commit = message.manifest  # most likely it is what we are about to compute
+                following.commit = message.manifest  # probably the result that we are about to compute
                 return
         self._at.behind(f"round {number} was committed without us")
 
     def _witnesses(self, payload: bytes) -> bool:
-        """Whether this can be the next round's result, and changes nothing that we hold."""
+        """Whether `payload` can be the next round's result and changes no layer that we hold."""
         try:
             check_payload(self._at.policy, self._at.plan, self._at.head, payload)
             return is_witness(self._at.plan, self._at.me, payload)
@@ -370,7 +372,7 @@ class RoundMachine:
             return False
 
     def _install(self, committed: manifest_pb2.CommittedManifest) -> bool:
-        """Commit what we hold; False when the votes do not prove it."""
+        """Commit a result that we hold. Returns False if its votes do not suffice."""
         try:
             head = self._signer.check_commit(committed, self._at.plan.electorate(self._at.head))
         except AtollError:
@@ -388,17 +390,17 @@ class RoundMachine:
         return True
 
     def _move(self, head: Head) -> None:
-        """Begin at `head`."""
+        """Start again at `head`."""
         self._attendance.end()
         self._opener = None
         self._reports.move()
         self._at.move(head)
 
     def _on_send_failed(self, message: dp.RoundMessage, reason: str) -> None:
-        """An attempt cannot go on without its message: end it, with the reason in the round log."""
+        """End the attempt whose message could not be sent. The round log gets the reason."""
         kind = str(message.WhichOneof("body"))
         if kind in ("plan", "report", "commit"):
-            return  # of no attempt that is under way
+            return  # these belong to no running attempt
         round_id = RoundId.from_proto(getattr(message, kind).round)
         if self._opener is not None and self._opener.round_id == round_id and kind in _OPENER_KINDS:
             self._opener.give_way(reason, self._at.now)
@@ -407,7 +409,7 @@ class RoundMachine:
             self._attendance.give_up(reason)
 
     def _adopt_plan(self) -> None:
-        """Between attempts."""
+        """Adopt a newer plan, if no attempt is under way."""
         if self._next_plan is None or self._attendance.following is not None or self._opener is not None:
             return
         plan, self._next_plan = self._next_plan, None

@@ -1,4 +1,4 @@
-"""What an opener has heard in one attempt: every answer is checked before it counts. Pure."""
+"""The answers that an opener received in one attempt. Each is checked before it counts. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from atoll.v1 import manifest_pb2
 
 
 class Stage(Enum):
-    """What the opener waits for."""
+    """The answers that the opener waits for."""
 
     READY = auto()
     PARTS = auto()
@@ -37,12 +37,12 @@ class Stage(Enum):
 
 @dataclass
 class MemberAnswers:
-    """Of the members of one attempt, until it ends."""
+    """The answers of the members in one attempt."""
 
     round_id: RoundId
     plan: Plan
     electorate: Electorate
-    expected: frozenset[str]  # heard from lately: worth waiting for
+    expected: frozenset[str]  # members that reported lately; the opener waits for them
     head: Head
     policy: RoundPolicy
     signer: VoteSigner
@@ -52,20 +52,21 @@ class MemberAnswers:
     start: dp.Start | None = None
     parts: dict[str, dp.Parts] = field(default_factory=dict)
     settled: dp.Settle | None = None
-    attestations: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → holder → its word
+    attestations: dict[bytes, dict[str, pb.Signed]] = field(default_factory=dict)  # payload → holder → its attestation
     proposal: dp.Proposal | None = None
     votes: dict[str, pb.Signed] = field(default_factory=dict)  # for the proposal
     declined: dict[str, str] = field(default_factory=dict)  # peer → why
-    coordinator: tuple[LastVote | None] | None = None  # it promised, with its last vote
-    forgetful: set[str] = field(default_factory=set)  # seats that told another mark before
-    marks: dict[str, bytes] = field(default_factory=dict)  # the first that each member told us at this head
+    coordinator: tuple[LastVote | None] | None = None  # set once the coordinator has promised: its last vote, if any
+    forgetful: set[str] = field(default_factory=set)  # seats that sent another mark before
+    marks: dict[str, bytes] = field(default_factory=dict)  # the first mark that each member sent at this head
 
     # --- what comes in -----------------------------------------------------------------------------
 
     def take_ready(self, peer: str, ready: dp.Ready) -> bool:
-        """Count an answer; an earlier vote in it must be proven, because it may bind this attempt. False: declined.
+        """Count a Ready. An earlier vote in it must be proven, because it may bind this attempt.
 
-        A seat that told another mark at this head has forgotten what it promised then, so it does not promise here.
+        Returns False if declined. A seat that sent another mark at this head before has lost its record of promises, so
+        its Ready is no promise.
         """
         if peer in self.ready:
             return True  # the first answer counts
@@ -96,7 +97,7 @@ class MemberAnswers:
         return True
 
     def take_parts(self, peer: str, report: dp.Parts) -> None:
-        """What a member has at the end of its exchange."""
+        """Count a member's report of its parts at the end of the exchange."""
         assert self.start is not None
         try:
             check_report(peer, report, parts_total(self.start) if peer in self.holding else 0)
@@ -109,11 +110,11 @@ class MemberAnswers:
             self.parts[peer] = report
 
     def take_result(self, peer: str, digest: dp.Digest) -> None:
-        """A holder's word; one an attempt."""
+        """Count a holder's attestation, one per attempt."""
         if any(peer in said for said in self.attestations.values()):
             return
         try:
-            if digest.payload not in self.attestations:  # of equal results one is checked
+            if digest.payload not in self.attestations:  # equal results are checked once
                 self._check_result(digest.payload)
             if self.signer.attested_by(digest.payload, digest.attestation) != peer or peer not in self.holding:
                 raise PeerMisbehaved("it shows the word of somebody else, or holds nothing of this")
@@ -123,7 +124,7 @@ class MemberAnswers:
             self.attestations.setdefault(digest.payload, {})[peer] = digest.attestation
 
     def _check_result(self, payload: bytes) -> None:
-        """Raise `PeerMisbehaved` unless this attempt can have come to that, but for the digests."""
+        """Raise `PeerMisbehaved` unless this attempt can have this result. Digests are not checked."""
         assert self.start is not None
         assert self.settled is not None
         check_payload(self.policy, self.plan, self.head, payload)
@@ -132,7 +133,7 @@ class MemberAnswers:
             raise PeerMisbehaved("it attests to another result than this attempt can have")
 
     def take_vote(self, peer: str, vote: dp.Vote) -> None:
-        """A seat's vote for the proposal; others have none."""
+        """Count a seat's vote for the proposal. Other members have no vote."""
         assert self.proposal is not None
         if peer in self.votes or peer in self.forgetful or peer not in self.electorate.members:
             return
@@ -143,32 +144,32 @@ class MemberAnswers:
         else:
             self.votes[peer] = vote.signature
 
-    # --- what it comes to --------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     @property
     def promised(self) -> dict[str, LastVote | None]:
-        """Seats that will not vote in earlier attempts, with what they voted for last."""
+        """Seats that promised not to vote in earlier attempts, with their last vote."""
         seats = self.electorate.members - self.forgetful
         promised = {peer: _voted(ready) for peer, ready in self.ready.items() if ready.voter and peer in seats}
         return promised if self.coordinator is None else promised | {COORDINATOR: self.coordinator[0]}
 
     @property
     def holding(self) -> frozenset[str]:
-        """Who holds the layers of this round; the others are its witnesses."""
+        """The members that hold the layers of this round. The others are witnesses."""
         return self.plan.holders(self.policy.fragment_of(self.round_id.number).layers)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Who takes part in the exchange."""
+        """The members that take part in the exchange."""
         return tuple(item.peer_id for item in self.start.contributions) if self.start else tuple(self.ready)
 
     @property
     def standbys(self) -> frozenset[str]:
-        """Those who bring nothing, or little, and hold nobody up."""
+        """Members that contribute little or nothing. The attempt does not wait long for them."""
         return self.plan.on_probation.union(self.plan.standbys)
 
     def awaited(self, stage: Stage) -> frozenset[str]:
-        """Peers whose answer in this stage may still come and is worth waiting for."""
+        """Members whose answer in this stage is still expected."""
         gone = self.declined.keys()
         match stage:
             case Stage.READY:
@@ -182,16 +183,16 @@ class MemberAnswers:
                 return frozenset(self.promised.keys() - {COORDINATOR} - self.votes.keys() - gone)
 
     def may_commit(self, peers: Iterable[str]) -> bool:
-        """Whether these members' votes could commit, with the coordinator's help if need be."""
+        """Whether the votes of these members could commit, with the coordinator's vote if necessary."""
         return self.electorate.decides({COORDINATOR} | (set(peers) & self.promised.keys()))
 
     def holds(self, payload: bytes) -> bool:
-        """Whether somebody still has the state of an earlier result."""
+        """Whether any member that answered still has the state of an earlier result."""
         named = manifest_hash(payload)
         return any(named in ready.holds for ready in self.ready.values())
 
     def shortfall(self, stage: Stage) -> str:
-        """Why the attempt fails in this stage, for people."""
+        """Why the attempt fails in this stage, as text for the log."""
         seats = self.electorate.members
         if stage is Stage.RESULTS:
             if len(self.attestations) > 1:

@@ -1,7 +1,7 @@
 """Round messages between members: one stream kept open per peer and direction, messages in order.
 
-A message that cannot be delivered is dropped and counted; every round has deadlines that notice. A member that sends a
-message with too many entries loses its stream, and nothing is read from it for a while (`message_bounds.py`).
+A message that cannot be delivered is dropped and counted; the deadlines of every round cover this case. A member that
+sends a message with too many entries loses its stream, and nothing is read from it for a while (`message_bounds.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _log = log.get("rounds")
 
 
 async def _ignore(peer: str) -> None:
-    """Nobody wants to be told."""
+    """Default for `lost`: do nothing."""
 
 
 class RoundLinks:
-    """Sends to any member, and brings what members send to one callback."""
+    """Sends messages to any member, and passes received messages to one callback."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class RoundLinks:
         receive: Callable[[str, dp.RoundMessage], Awaitable[None]],
         lost: Callable[[str], Awaitable[None]] = _ignore,
     ) -> None:
-        """While `receive` waits, no more is read from that stream, and its sender has to wait, too."""
+        """While `receive` waits, nothing more is read from that stream, so its sender waits too."""
         self._network = network
         self._receive = receive
-        self._lost = lost  # told when a member's stream breaks: most likely it is dead
+        self._lost = lost  # called when a member's stream breaks; the member is probably dead
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
@@ -85,7 +85,7 @@ class RoundLinks:
             try:
                 frame = await stream.receive(_IDLE_TIMEOUT)
             except DeadlineExceeded:
-                return  # the sender opens another when it has something to say
+                return  # the sender opens another stream for its next message
             except Unreachable:
                 await self._lost(stream.peer_id)
                 return
@@ -97,7 +97,7 @@ class RoundLinks:
             await self._receive(stream.peer_id, message)
 
     async def _sit_out_pause(self, peer: str) -> None:
-        """Return when this member is not paused; other streams of it may make the pause longer meanwhile."""
+        """Wait until this member's pause is over. Its other streams may extend the pause meanwhile."""
         now = asyncio.get_running_loop().time
         while (seconds := self._pauses.seconds_left(peer, now())) > 0:  # noqa: ASYNC110 - it waits for a time
             await asyncio.sleep(seconds)
@@ -137,11 +137,11 @@ class RoundLinks:
 
 
 async def _until_end(stream: Stream) -> None:
-    """Ends when the other side hangs up or refuses: it never answers on this protocol otherwise."""
+    """Return when the other side closes the stream or refuses it. It sends nothing else on this stream."""
     while True:
         try:
             await stream.receive(_IDLE_TIMEOUT)
         except DeadlineExceeded:
-            continue  # silence is what it should be
+            continue  # silence is normal on this stream
         except AtollError:
             return

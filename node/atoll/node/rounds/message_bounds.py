@@ -1,7 +1,7 @@
-"""Bounds on the entries of round messages, checked before anything reads them; and pauses for members that break them.
+"""Bounds on the lists in round messages, checked on receipt; and pauses for members that exceed them.
 
-An empty entry takes two bytes on the wire, thirty times that when it is parsed, and time wherever a list is read. So
-each list has a bound that an honest message cannot reach. Pure.
+An empty entry takes two bytes on the wire and thirty times as much when it is parsed, and costs time in every loop over
+the list. So each list has a bound that an honest message cannot reach. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIMITS = {
 _MANIFESTS = {
     kind.DESCRIPTOR.fields_by_name["payload"] for kind in (dp.Digest, dp.Proposal, manifest_pb2.CommittedManifest)
 }
-_INNER_LISTS = {  # of the elements of a list: their name, and how many entries all of them have together
+_INNER_LISTS = {  # lists inside the elements of a list: name, and the bound on all their entries together
     dp.Settle.DESCRIPTOR.fields_by_name["repairs"]: ("members", MAX_HOLDERS * MAX_PARTS),
     manifest_pb2.DataPosition.DESCRIPTOR.fields_by_name["holdings"]: ("ranges", MAX_RANGES),
 }
@@ -69,13 +69,13 @@ def _check_length(name: str, entries: int, limit: int) -> None:
 
 
 class Pauses:
-    """Members that sent such messages, and until when nothing more is read from them."""
+    """Members that sent such messages, and how long nothing is read from them."""
 
     def __init__(self) -> None:
-        self._pauses: dict[str, tuple[float, float]] = {}  # seconds, until
+        self._pauses: dict[str, tuple[float, float]] = {}  # length of the pause in seconds, end of the pause
 
     def begin(self, peer: str, now: float) -> None:
-        """Pause a member: twice as long as the last time, unless that is long ago."""
+        """Pause a member for twice as long as the last time, unless that was long ago."""
         seconds, until = self._pauses.pop(peer, (0.0, now))
         if now - until > LONGEST_PAUSE_SECONDS:
             seconds = 0.0
@@ -85,5 +85,5 @@ class Pauses:
             del self._pauses[next(iter(self._pauses))]
 
     def seconds_left(self, peer: str, now: float) -> float:
-        """Time until this member is heard again; 0 if it is not paused."""
+        """Seconds until messages of this member are read again; 0 if it is not paused."""
         return max(0.0, self._pauses.get(peer, (0.0, now))[1] - now)

@@ -3,9 +3,9 @@
     READY ─promises─▶ PARTS ─Settle─▶ RESULTS ─Propose─▶ VOTES ─majority of seats─▶ Commit
       └──────────── an earlier result may be committed ────▲        any stage ─▶ Abandon
 
-All members take part; only seats decide. The opener waits for everyone worth waiting for, up to deadlines learnt from
-earlier rounds, and then goes on with those who answered. Whatever it wants said or done it puts into `out`; the round
-machine takes it from there.
+All members take part; only seats decide. The opener waits for the members that reported lately, up to deadlines learnt
+from earlier rounds. Then it continues with the members that answered. It puts messages and actions into `out`, which
+the round machine carries out.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 COORDINATOR_SECONDS = 10.0  # for its answer
-_NEARLY_ALL = 0.9  # of those who are asked
-_LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and of what the stage took
+_NEARLY_ALL = 0.9  # share of the members that were asked
+_LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and share of the stage's time
 
 
 @dataclass
 class Opener:
-    """Leads one attempt. Feed `collect`, `coordinator_answered` and `tick`, and carry out what is in `out`.
+    """Leads one attempt. Call `collect`, `coordinator_answered` and `tick`, and carry out what is in `out`.
 
-    It has more than 20 methods: each stage of an attempt, and each word that moves it, has its own short one.
+    It has more than 20 methods: each stage of an attempt, and each message that ends one, has its own short one.
     """
 
     answers: MemberAnswers
     paces: StageDeadlines
     now: float
     unix_ms: int = 0  # dates a Start
-    slowest_step: float = 0.0  # seconds, of those worth waiting for
-    enough_since: float | None = None  # tokens sufficed for the round; None: they do not
+    slowest_step: float = 0.0  # seconds, of the members that reported lately
+    enough_since: float | None = None  # since when the tokens suffice for the round; None: they do not
     done: bool = False
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
     stage: Stage = Stage.READY
@@ -61,14 +61,15 @@ class Opener:
     _opened: float = 0.0
     _stage_began: float = 0.0
     _arrived: list[float] = field(default_factory=list)  # seconds of each answer since the stage began
-    _mends: bool = False  # somebody makes its state anew
-    _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
-    _asking: bool = False  # its answer is awaited
-    _refusal: str = ""  # why the coordinator did not
+    _mends: bool = False  # a member must build its state again
+    # proposals for which the coordinator was asked; empty bytes: for a promise
+    _asked: set[bytes] = field(default_factory=set)
+    _asking: bool = False  # the coordinator's answer is awaited
+    _refusal: str = ""  # why the coordinator refused
 
     @property
     def round_id(self) -> RoundId:
-        """The attempt."""
+        """The attempt that this opener leads."""
         return self.answers.round_id
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class Opener:
     # --- what comes in -----------------------------------------------------------------------------
 
     def collect(self, peer: str, kind: str, message: dp.RoundMessage, now: float) -> None:
-        """An answer from a member of the plan."""
+        """Process an answer from a member of the plan."""
         self.now, answers = now, self.answers
         if self.done:
             return
@@ -105,18 +106,18 @@ class Opener:
                 self.decline(peer, message.decline.reason[:200], now)
 
     def decline(self, peer: str, reason: str, now: float) -> None:
-        """A member cannot go on."""
+        """Record that a member cannot continue in this attempt."""
         self.now = now
         self.answers.declined[peer] = reason
         self._answered()
 
     def give_way(self, reason: str, now: float) -> None:
-        """The others will do better in another attempt."""
+        """Abandon this attempt in favour of another one."""
         self.now = now
         self._abandon(reason)
 
     def may_give_way_to(self, peer: str) -> bool:
-        """Whether the attempt is not under way yet, and `peer` somebody who matters to it."""
+        """Whether the attempt has no Start yet, and `peer` is a seat or a member that reported lately."""
         return (
             self.stage is Stage.READY
             and not self.done
@@ -124,7 +125,7 @@ class Opener:
         )
 
     def coordinator_answered(self, answer: CoordinatorVote, now: float) -> None:
-        """A promise, a vote, or neither."""
+        """Process the coordinator's answer: a promise, a vote, or a refusal."""
         self.now = now
         if answer.round_id != self.round_id or self.done:
             return
@@ -132,7 +133,7 @@ class Opener:
         if not answer.granted:
             self._refusal = answer.reason
             if answer.proposal or self.stage is Stage.READY:
-                self._push_on()  # perhaps it goes without
+                self._push_on()  # the other votes may suffice
         elif not answer.proposal:
             if answer.voted is not None and answer.voted.ballot >= self.round_id.ballot:
                 self._abandon("the coordinator voted in a later attempt")
@@ -145,20 +146,20 @@ class Opener:
             self._count(final=False)
 
     def tick(self, now: float) -> None:
-        """Time passed."""
+        """Continue the attempt if a deadline has passed."""
         self.now = now
         if now < self.deadline or self.done:
             return
         self._push_on()
-        if not self.done and now >= self.deadline:  # the coordinator does not answer either
+        if not self.done and now >= self.deadline:  # the coordinator did not answer either
             self._abandon(self._shortfall())
 
     def supersede(self, reason: str, now: float) -> None:
-        """The round is over otherwise: nobody follows this attempt any more, but it is accounted for."""
+        """End the attempt because the round was decided elsewhere. The attempt is still reported."""
         self.now, self.done = now, True
         self.out = [Report(self.round_id, None, reason, now - self._opened)]
 
-    # --- how it goes on ----------------------------------------------------------------------------
+    # --- progress of the attempt -----------------------------------------------------------------------
 
     def _answered(self) -> None:
         if self.done or (waiting := self.answers.awaited(self.stage)) - self.answers.standbys:
@@ -168,21 +169,25 @@ class Opener:
             return
         silent = set(self.answers.plan.members) - self.answers.ready.keys() - self.answers.declined.keys()
         if self.stage is Stage.READY and silent and not self.answers.may_commit(self.answers.ready):
-            return  # somebody who was silent may still answer
+            return  # a member that did not report lately may still answer
         self._push_on()
 
     def _hurry(self) -> None:
-        """Only standbys are awaited: a little, as who misses the end has to fetch it; more if it takes their votes."""
+        """Only standbys are missing: wait a little, because a late member must fetch the result.
+
+        Wait longer for needed votes.
+        """
         answered = self.answers.ready if self.stage is Stage.READY else self.answers.parts
         if self.stage in (Stage.READY, Stage.PARTS) and self.answers.may_commit(answered):
             grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
             if self.answers.awaited(self.stage) & self.answers.plan.on_probation:
-                step = self.slowest_step if self.stage is Stage.READY else 0.0  # they answer at the end of one
+                # members on probation answer at the end of a step
+                step = self.slowest_step if self.stage is Stage.READY else 0.0
                 grace = max(grace, STRANGERS_GRACE, step)
             self.deadline = min(self.deadline, self.now + grace)
 
     def _push_on(self) -> None:
-        """Time is up, or everyone answered: go on with what there is."""
+        """Continue with the answers so far: the deadline has passed, or everyone answered."""
         match self.stage:
             case Stage.READY:
                 self._begin()
@@ -194,7 +199,7 @@ class Opener:
                 self._count(final=True)
 
     def _begin(self) -> None:
-        """Enough promised: start the exchange, or propose what may be committed already."""
+        """If enough seats promised, start the exchange or propose an earlier result that may be committed."""
         promised = self.answers.promised
         if not self.answers.electorate.decides(promised):
             if b"" not in self._asked and self.answers.electorate.decides([*promised, COORDINATOR]):
@@ -219,7 +224,7 @@ class Opener:
 
     @property
     def _bringing(self) -> frozenset[str]:
-        """Who answered and can bring tokens that count."""
+        """Members that answered and whose tokens count."""
         return self.answers.plan.without_probation(self.answers.holding & self.answers.ready.keys())
 
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
@@ -258,8 +263,8 @@ class Opener:
             return
         settled = settle(self.answers.parts, summed, self.answers.plan.on_probation)
         digests = settled.digests
-        if digests and not any(digests):  # a commit would count what everybody trained and take none of it
-            if not self._is_overdue:  # perhaps links grew slow, and nobody had the time for any part
+        if digests and not any(digests):  # a commit would count everybody's tokens and average nothing
+            if not self._is_overdue:  # links may have become slow, so that no part arrived in time
                 self._learn(far=False, failed=True)
             self._abandon("nobody has any part of the average")
             return
@@ -306,20 +311,20 @@ class Opener:
         self._tell(set(self.answers.members) - agreeing, dp.RoundMessage(settle=whole))
 
     def _staying(self, there: Sequence[str]) -> list[str]:
-        """Who gets a say in the next round: not who leaves, unless only members on probation would be left."""
+        """Members that stay for the next round: not those that leave, unless only members on probation would remain."""
         staying = [peer for peer in there if not self.answers.ready[peer].leaving]
         counted = self.answers.plan.without_probation
         return staying if counted(set(staying)) or (not counted(set(there)) and staying) else list(there)
 
     def _nonce_of(self, peer: str) -> bytes:
-        """The nonce that a member told; none of the opener, who could choose it when it knows all others."""
+        """A member's nonce. The opener's is empty, because it could choose its own after it knows all others."""
         parts, opener = self.answers.parts.get(peer), self.round_id.opener(self.answers.plan.openers(self.answers.head))
         return parts.nonce if parts is not None and peer != opener else b""
 
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
-        """How long this stage took for nearly all. `far`: those who answered did not lack time themselves.
+        """Learn how long this stage took for 90 % of the members. `far`: those that answered had enough time.
 
-        One of ten may be late without making the next deadline longer, so a straggler costs its own part.
+        If one member of ten is late, the next deadline does not grow. So a straggler loses only its own part.
         """
         pace = self.paces.ready if self.stage is Stage.READY else self._result
         if self.stage is Stage.PARTS and self.answers.start is not None:
@@ -332,7 +337,7 @@ class Opener:
             pace.observe_miss(self.now - self._stage_began, failed=failed)
 
     def _propose_result(self, *, final: bool) -> None:
-        """Propose once most holders agree, or of those that answered more than on any other result."""
+        """Propose the result that most holders attest to, or at the end the one with the most attestations."""
         counted = self.answers.plan.without_probation
         said_by = sorted(self.answers.attestations.items(), key=lambda item: len(counted(item[1].keys())), reverse=True)
         waiting = self.answers.awaited(self.stage)
@@ -342,14 +347,14 @@ class Opener:
             there = counted(self.answers.holding & self.answers.parts.keys())
             most = 2 * len(there & said.keys()) > len(there) or ((final or not waiting) and not divided)
             if most and is_attested(self.answers.plan, payload, said.keys()):
-                self._result.observe(self.now - self._stage_began)  # the quickest majority is enough
+                self._result.observe(self.now - self._stage_began)  # the fastest majority is sufficient
                 self._propose(dp.Proposal(payload=payload, attestations=[said[peer] for peer in sorted(said)]))
                 return
         if final or not waiting:
             self._abandon(self._shortfall())
 
     def _propose(self, proposal: dp.Proposal) -> None:
-        """The one result of this attempt. The coordinator is asked where the others are not enough."""
+        """Propose the one result of this attempt. Ask the coordinator for its vote if the other seats are too few."""
         self.answers.proposal = proposal
         seconds = self.paces.vote.timeout_seconds
         self._enter(Stage.VOTES, seconds)
@@ -362,7 +367,7 @@ class Opener:
     def _count(self, *, final: bool) -> None:
         assert self.answers.proposal is not None
         if self.answers.electorate.decides(self.answers.votes):
-            self.paces.vote.observe(self.now - self._stage_began)  # the quickest majority is enough
+            self.paces.vote.observe(self.now - self._stage_began)  # the fastest majority is sufficient
             self._commit(self.answers.proposal.payload)
             return
         if self.answers.awaited(self.stage) and not final:
@@ -396,7 +401,7 @@ class Opener:
 
     @property
     def _is_overdue(self) -> bool:
-        """Whether somebody did not answer in time."""
+        """Whether a member did not answer in time."""
         return self.now >= self.deadline and bool(self.answers.awaited(self.stage) - self.answers.standbys)
 
     def _ask(self, proposal: bytes) -> None:
@@ -410,7 +415,7 @@ class Opener:
         return self.paces.result_with_repair if self._mends else self.paces.result
 
     def _shortfall(self) -> str:
-        """Why the attempt failed, for people."""
+        """Why the attempt failed, as text for the log."""
         reason = self.answers.shortfall(self.stage)
         if self._asked and COORDINATOR not in self.answers.votes:
             reason += f"; the coordinator did not vote: {self._refusal or 'no answer'}"

@@ -1,6 +1,6 @@
-"""What this node says in rounds: messages to members, plans to those who have an older one, and what binds it.
+"""Sends this node's round messages, plans for members that have an older one, and pledges.
 
-A pledge is on disk before it is sent.
+A pledge is written to disk before it is sent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from atoll.node.state.vote_store import VoteStore
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 
-_PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
+_PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older plan
 
 _log = log.get("rounds")
 
 
 class Outbox:
-    """Speaks over `links`, which are there when the engine runs; what it tells itself it posts as an event."""
+    """Sends over `links`, which the engine sets before it runs. Messages to this node itself become events."""
 
     links: RoundLinks
 
@@ -41,7 +41,7 @@ class Outbox:
         self._plan_newer_than = plan_newer_than
         self._post_event = post_event
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
-        self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
+        self._plans_sent: dict[str, float] = {}  # peer → when our plan was sent to it
         self._unsent: dp.RoundMessage | None = None  # the last message that was too large
 
     def send(self, peer: str, message: dp.RoundMessage) -> None:
@@ -49,13 +49,13 @@ class Outbox:
         try:
             self.links.send(peer, message)
         except MessageTooLarge as error:
-            if message is not self._unsent:  # the same message for every member: one line says it
+            if message is not self._unsent:  # the same message goes to every member; log it once
                 _log.error("message not sent", reason=str(error))
                 self._post_event(rt.SendFailed(message, str(error)))
             self._unsent = message
 
     def share_plan(self, peer: str, version: int) -> None:
-        """Send the plan of `version`, or a newer one, once in a while."""
+        """Send the plan of `version` or a newer one, at most once in a few seconds to each peer."""
         now = self._clock.monotonic()
         sealed = self._plan_newer_than(version - 1)
         if sealed is not None and now - self._plans_sent.get(peer, float("-inf")) >= _PLAN_AGAIN_SECONDS:
@@ -63,11 +63,11 @@ class Outbox:
             self.send(peer, dp.RoundMessage(plan=sealed))
 
     def pledge(self, pledge: rt.Pledge) -> None:
-        """Send a promise or a vote once it is on disk."""
+        """Queue a promise or a vote, which is sent once it is on disk."""
         self._pledges.put_nowait(pledge)
 
     async def carry_out_pledges(self) -> None:
-        """Save and send one after another, until cancelled."""
+        """Save and send pledges one after another, until cancelled."""
         while True:
             pledge = await self._pledges.get()
             try:

@@ -1,4 +1,4 @@
-"""What this node trained since the head, and the samples that it has for it: what of it goes on when the head moves."""
+"""This node's training since the head and its samples, and which part of the training remains when the head moves."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class OwnProgress:
         self._trainer = trainer
         self._machine = machine
         self._installed = installed
-        self.audits = audits  # they use the memory of the pseudo-gradient while it is not needed
+        self.audits = audits  # audits use the pseudo-gradient's memory while it is free
         self._token_account = TokenAccount(trainer.status.tokens, installed.head.round)
-        self._given = self._ranges(installed.head)  # our samples
+        self._given = self._ranges(installed.head)  # our data ranges
         nothing = CountedShare(rt.Counted.UNKNOWN)
-        self._accounted = b"", nothing  # the head before the last commit; what that holds of ours
+        self._accounted = b"", nothing  # hash of the head before the last commit; what that commit counts of ours
 
     def report(self) -> rt.Progress:
-        """What was trained, and how fast."""
+        """Tokens trained, and seconds of a step."""
         status = self._trainer.status
         account = self._token_account
         return rt.Progress(
@@ -53,11 +53,11 @@ class OwnProgress:
         )
 
     def pseudo_gradient(self, fragment: Fragment) -> Tensor:
-        """That of the last snapshot, of the fragment as it is held here."""
+        """The pseudo-gradient of the last snapshot: the fragment's part of the layers held here."""
         return self._trainer.pseudo_gradient[self._installed.state.slice(fragment.start, fragment.end)]
 
     async def freeze(self, round_id: RoundId, fragment: Fragment) -> rt.Frozen:
-        """Take a snapshot of what was trained of the fragment."""
+        """Take a snapshot of this node's training on the fragment."""
         await self.audits.stop()
         own = self._installed.state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
@@ -65,7 +65,7 @@ class OwnProgress:
         return rt.Frozen(round_id, snapshot.fragment_tokens, snapshot.samples)
 
     async def thaw(self) -> None:
-        """The snapshot is not needed."""
+        """Discard the snapshot."""
         await self._trainer.discard()
 
     # --- the samples of a plan -------------------------------------------------------------------------
@@ -78,9 +78,9 @@ class OwnProgress:
         return self._me not in before.drivers or self._ranges(head, plan) != self._ranges(head, before)
 
     async def drive(self) -> None:
-        """Drive the route with the layers that are held here.
+        """Set this node's data ranges in the trainer.
 
-        If it drove before, others may have its snapshot, and commit it.
+        If this node drove before, others may have its snapshot and commit it.
         """
         self._given = self._ranges(self._installed.head)
         await self._trainer.set_ranges(self._given)
@@ -88,7 +88,7 @@ class OwnProgress:
     # --- when a round is committed -----------------------------------------------------------------------
 
     def account(self, head: Head, counted: rt.Counted) -> CountedShare:
-        """What a round holds of ours is not reported again, while its state is still being written."""
+        """Stop reporting the tokens that a committed round counts of ours, while its state is still being written."""
         share = CountedShare.of(self._me, head.manifest, counted)
         self._accounted = (head.manifest.previous_hash, share)
         if is_witness(self._machine.plan, self._me, head.committed.payload):
@@ -100,15 +100,15 @@ class OwnProgress:
         return share
 
     def accounted_after(self, head: Head) -> CountedShare | None:
-        """What the last committed round holds of ours, if it is the one after `head`."""
+        """What the last committed round counts of ours, if it is the round after `head`."""
         previous_hash, share = self._accounted
         return share if previous_hash == head.hash else None
 
     async def take_anchor(self, head: Head, share: CountedShare, moved: tuple[int, int] | None = None) -> None:
-        """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told.
+        """Continue from `head` with the training that `head` does not contain, or with none if that part is unknown.
 
-        With none either, where others got the samples of it: the node began under a plan that the round did not know,
-        or no round counted it for long.
+        Training is also dropped if others got its samples: the node began under a plan that the round did not know, or
+        no round counted this node for long.
         """
         before, ranges, committed_tokens = self._given, self._ranges(head), head.committed_tokens
         self._given = ranges
@@ -129,17 +129,18 @@ class OwnProgress:
                 self._token_account.begin_anew(self._trainer.status.tokens)
 
     async def keep(self, before: Head, head: Head, share: CountedShare) -> None:
-        """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""
+        """After a catch-up, rebase the uncounted training onto the new anchor, unless it is stale."""
         usual_tokens, was_counted = self._token_account.usual_tokens, share.counted is rt.Counted.SNAPSHOT
         if was_counted:
             self._token_account.count(before.round + 1)
         tokens = self._token_account.uncounted(self._trainer.status.tokens)
         missed = head.round - before.round - was_counted
-        whole_turn = missed >= len(self._machine.policy.fragments)  # before, most of it is of what nobody moved
+        # before that, most of it is of layers that no missed round averaged
+        whole_turn = missed >= len(self._machine.policy.fragments)
         stale = whole_turn and is_stale(tokens, usual_tokens, missed)
         await self.take_anchor(head, CountedShare(rt.Counted.UNKNOWN) if stale else share)
 
     def _ranges(self, head: Head, plan: Plan | None = None) -> tuple[tuple[int, int], ...]:
-        """Our samples at `head`, under the plan that rounds run under now, or another one."""
+        """Our data ranges at `head`, under the current plan or `plan`."""
         lease = self._machine.policy.round_samples
         return position_at(head, plan or self._machine.plan, lease).holdings.get(self._me, ())

@@ -1,4 +1,4 @@
-"""What this node tells others of where it stands: its tokens to the seats, and its head to those behind it. Pure."""
+"""Reports of this node to others: its tokens to the seats, and its head to members behind it. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from atoll.node.rounds import types as rt
 from atoll.node.rounds.standing import Standing
 from atoll.v1 import dataplane_pb2 as dp
 
-_BEHIND = ("report", "open", "ready", "parts", "digest")  # messages that somebody behind us sends
+_BEHIND = ("report", "open", "ready", "parts", "digest")  # messages that a member behind us sends
 
 
 class OwnReports:
-    """The progress of this node at its head, as it was last heard, and whom the head was told."""
+    """The progress of this node at its head as last reported, and which peers got the head."""
 
     def __init__(self, at: Standing) -> None:
         self._at = at
         self._progress = rt.Progress(0, 0.0, 0)
-        self._head_sent_at: dict[str, float] = {}  # peers that heard our head from us, and when
+        self._head_sent_at: dict[str, float] = {}  # peers to which we sent our head, and when
 
     def take(self, progress: rt.Progress) -> None:
-        """What this node has trained since its head."""
+        """Record what this node has trained since its head."""
         self._progress = progress
 
     def froze(self) -> None:
-        """A snapshot was taken: nothing is trained since."""
+        """Record that a snapshot was taken: nothing is trained since."""
         self._progress = rt.Progress(self._progress.tokens, self._progress.step_seconds, 0)
 
     def move(self) -> None:
-        """The head moved."""
+        """Reset for a new head."""
         self._head_sent_at = {}
         self._progress = rt.Progress(0, self._progress.step_seconds, 0)
 
     def send_if_due(self) -> None:
-        """Those who are ahead answer with their head."""
+        """Report to the other seats if a report is due. Seats that are ahead answer with their head."""
         tokens, step_seconds = self._progress.tokens, self._progress.step_seconds
         if not self._at.trigger.hear_self(tokens, self._at.leaving, step_seconds, self._at.now):
             return
@@ -52,7 +52,10 @@ class OwnReports:
         self._at.send(peer, dp.RoundMessage(report=report))
 
     def send_ahead(self) -> None:
-        """With our vote: what is left when it is committed, so that the next opener need not ask for it then."""
+        """With our attestation, report the tokens that remain after the commit.
+
+        So the next opener knows them at once.
+        """
         number = self._at.head.round + 2
         fragment = self._at.policy.fragment_of(number).index
         expected = RoundId(self._at.policy.run_id, self._at.plan.version, fragment, number, 0)
@@ -62,7 +65,7 @@ class OwnReports:
             self._at.send(peer, dp.RoundMessage(report=report))
 
     def tell_head(self, peer: str, kind: str) -> None:
-        """Somebody is behind us: tell what was committed last, once a report interval."""
+        """Send our head to a member that is behind, at most twice per report interval."""
         interval, head = self._at.policy.report_interval.total_seconds(), self._at.head
         if kind not in _BEHIND or peer not in self._at.plan.members or not head.committed.signatures:
             return

@@ -1,5 +1,7 @@
-"""Opens that came too early: under a plan that has not arrived here, or while another attempt or an earlier round is
-under way here. Pure."""
+"""Opens that came too early: their plan is not here yet, or this node is still in another attempt or an earlier round.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.types import Received
 
-_Kept = tuple[float, Received]  # until when its opener waits
+_Kept = tuple[float, Received]  # how long its opener waits, and the Open
 
 
 class PendingOpens:
-    """Of the next round the highest one, and of each member one of a round after that; as long as its opener waits."""
+    """Keeps the highest Open of the next round, and one per member of a later round, while their openers wait."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
-        self._ahead: dict[str, _Kept] = {}  # peer → its last one: nobody takes the place of another's
+        self._ahead: dict[str, _Kept] = {}  # peer → its last one, so no member displaces another's
 
     def keep(self, received: Received, now: float, seconds: float) -> None:
-        """`received` holds an Open whose opener waits that long."""
+        """Keep an Open whose opener waits for `seconds`."""
         if self._kept is not None:
             until, known = self._kept
             if now <= until and _order_of(known) >= _order_of(received):
@@ -26,11 +28,11 @@ class PendingOpens:
         self._kept = (now + seconds, received)
 
     def keep_ahead(self, received: Received, now: float, seconds: float) -> None:
-        """Of a round after the next, from a member of the plan."""
+        """Keep an Open of a round after the next, from a member of the plan."""
         self._ahead[received.peer] = (now + seconds, received)
 
     def take(self, plan_version: int, number: int, now: float) -> Received | None:
-        """What may be followed now, under that plan, where that round is the next."""
+        """An Open that may be followed under this plan if `number` is the next round."""
         return self._take_kept(plan_version, number, now) or self._take_ahead(number, now)
 
     def _take_kept(self, plan_version: int, number: int, now: float) -> Received | None:
@@ -43,7 +45,7 @@ class PendingOpens:
         return received if now <= until and _round_of(received).number >= number else None
 
     def _take_ahead(self, number: int, now: float) -> Received | None:
-        """The first attempt of that round: the others follow when it failed."""
+        """The first attempt of that round. The others stay for the case that it fails."""
         self._ahead = {
             peer: kept for peer, kept in self._ahead.items() if now <= kept[0] and _round_of(kept[1]).number >= number
         }

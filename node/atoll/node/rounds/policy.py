@@ -1,4 +1,4 @@
-"""What a run spec and a layer table say about rounds, and the time that their bytes need at least. Pure."""
+"""The round policy that follows from a run spec and a layer table, with timeouts from the bytes sent. Pure."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from atoll.node.exchange.screening import Screen
 from atoll.node.rounds.codec_choice import allowed
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 
-_SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes
-_EXCHANGE = timedelta(seconds=60)  # beside the bytes' time
+_SLOWEST_LINK = 1.25e6  # bytes per second that first timeouts allow for, until rounds were measured
+_EXCHANGE = timedelta(seconds=60)  # in addition to the time for the bytes
 _DECISION = timedelta(seconds=20)
 _STALL = timedelta(seconds=0.5)
-_STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
+_STALL_PARTS = 4  # a silent peer may be sending this many parts
 
 
 def round_samples(spec: RunSpec) -> int:
-    """Samples that the whole swarm consumes in a round; leases follow from it (`core/data_position.py`)."""
+    """Samples that the whole swarm consumes in a round. Leases are computed from it (`core/data_position.py`)."""
     return -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
 def screen_of(spec: RunSpec, cuts: tuple[int, ...] = ()) -> Screen:
-    """How contributions are judged: a route's step may take other tokens than that of a whole model beside it."""
+    """How contributions are screened. A route's step may take another number of tokens than a replica's step."""
     if not cuts or spec.tokens_per_flush == spec.tokens_per_step:
         return Screen(spec.optimizer.learning_rate / spec.tokens_per_step)
     return Screen(spec.optimizer.learning_rate / min(spec.tokens_per_flush, spec.tokens_per_step), least=0.0)
 
 
 def policies(spec: RunSpec, layer_offsets: Sequence[int]) -> PolicyOf:
-    """The round policy under each plan of a run: no fragment crosses one of its cuts."""
+    """The round policy for each plan of a run: no fragment crosses a cut of the plan."""
     made = lru_cache(maxsize=4)(lambda cuts: policy_of(spec, layer_offsets, cuts))
     return lambda plan: made(plan.cuts)
 
@@ -61,7 +61,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         exchange_share=spec.sync.exchange_share,
         stop_tokens=spec.run.stop_tokens,
         round_samples=round_samples(spec),
-        exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in
-        decision_timeout=_DECISION + vector,  # all may need repair
+        exchange_timeout=_EXCHANGE + 2 * vector,  # sent once and received once
+        decision_timeout=_DECISION + vector,  # all parts may need repair
         stall=_STALL + _STALL_PARTS * part,
     )

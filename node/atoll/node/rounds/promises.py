@@ -1,11 +1,11 @@
-"""What this node promised, voted for and holds at its head, and whether it can know: an acceptor's memory. Pure.
+"""What this node promised, voted for and holds at its head, and whether its record is complete (Paxos acceptor). Pure.
 
-A node writes its first record when it enrols, and another one in every round that it takes part in. At each head it
-draws a random mark; the record holds it before others hear it, and the next manifest repeats it. A seat takes part in
-the round that gives it the seat. So if its record does not know the mark that the head holds for it, the record is
-lost, or was rolled back, or another process uses the same identity. Then it abstains until it stands at a head whose
-mark it knows: no earlier life can have voted after that. It also votes after a recovery that it lived through, because
-that makes all earlier votes void. A record of a later round means that we stand at an older state than we once did.
+A node writes its first record when it enrols, and another in every round in which it takes part. At each head it draws
+a random mark. The mark is in the record before others receive it, and the next manifest repeats it. A seat took part in
+the round that gave it the seat. So if its record lacks the mark that the head holds for it, the record was lost or
+rolled back, or another process uses the same identity. Then this node abstains until it is at a head whose mark it
+knows: no earlier process can have voted after that. It also votes after a recovery that happened while it runs, because
+a recovery makes all earlier votes void. A record of a later round means that our state is older than the record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD = 2  # results of one head whose state is kept, because they may still be c
 
 
 class Promises:
-    """The newest record, seen from one head under one plan's base."""
+    """The newest record, interpreted at one head and under one plan's base."""
 
     def __init__(
         self,
@@ -32,34 +32,37 @@ class Promises:
         draw_mark: Callable[[], bytes],
         told: Promised | None = None,
     ) -> None:
-        """`draw_mark` returns `MARK_BYTES` random bytes. An earlier life `told` the coordinator that promise."""
-        self.votes = False  # we know all that we ever promised at this head
+        """`draw_mark` returns `MARK_BYTES` random bytes.
+
+        `told`: the promise that an earlier process told the coordinator.
+        """
+        self.votes = False  # whether we know all our promises at this head
         self.promised: Ballot | None = None
         self.voted: LastVote | None = None
-        self.answered: Ballot | None = None  # the newest attempt at this head that an earlier life answered
+        self.answered: Ballot | None = None  # the newest attempt at this head that an earlier process answered
         self.held: dict[bytes, None] = {}  # payloads whose state is staged here, newest last
         self._me = me
         self._mark = b""
         self._record = record
         self._draw_mark = draw_mark
         self._told = told
-        self._first_plan = plan.version  # of this life
+        self._first_plan = plan.version  # when this process started
         self.recall(head, plan)
 
     @property
     def in_doubt(self) -> bytes:
-        """The payload that we voted for without knowing whether it was committed; empty for none."""
+        """The payload that we voted for and that may or may not be committed; empty if none."""
         return self.voted.payload if self.voted is not None else b""
 
     @property
     def mark(self) -> bytes:
-        """The mark of this node at this head, drawn when it is first needed."""
+        """This node's mark at this head, drawn on first use."""
         if not self._mark:
             self._mark = self._draw_mark()
         return self._mark
 
     def recall(self, head: Head, plan: Plan) -> None:
-        """Stand at `head`, on the history that `plan` goes on from; nothing is held."""
+        """Load the promises for `head` from the record, under the history of `plan`. No result is held."""
         self.held = {}
         self._head_hash, self._number = head.hash, head.round + 1
         self.promised = self.voted = None
@@ -70,14 +73,14 @@ class Promises:
         if self._has_forgotten(plan):
             self.votes = False
         elif plan.base.since_version > self._first_plan and plan.base.manifest_hash == head.hash:
-            self.votes = True  # at the base of a recovery that came in this life: all earlier votes are void
+            self.votes = True  # the base of a recovery during this process: all earlier votes are void
         else:
             self.votes = self._may_vote(head, plan)
         if record is not None and here and self.votes and record.promised.plan_version >= plan.base.since_version:
             self.promised, self.voted = record.promised, record.voted
 
     def _has_forgotten(self, plan: Plan) -> bool:
-        """Whether an earlier life promised more than the record says, at this round or a later one."""
+        """Whether an earlier process promised more than the record contains, for this round or a later one."""
         told, record = self._told, self._record
         if told is None or told.number < self._number or told.ballot.plan_version < plan.base.since_version:
             return False
@@ -86,7 +89,7 @@ class Promises:
     def _may_vote(self, head: Head, plan: Plan) -> bool:
         record, mark = self._record, _mark_of(self._me, head)
         if record is None or (mark and mark not in record.marks and record.number <= self._number):
-            return False  # a record of a later round may have forgotten it
+            return False  # a record of a later round may no longer have the mark
         if not record.complete and (not mark or record.head_hash == self._head_hash):
             return False
         void = record.promised.plan_version < plan.base.since_version
@@ -102,9 +105,10 @@ class Promises:
         return self.promised is not None and ballot <= self.promised
 
     def pledge(self, ballot: Ballot, proposal: bytes | None = None) -> VoteRecord:
-        """Promise `ballot`, and with a proposal vote for it there: what must be on disk before anyone hears of it.
+        """Promise `ballot` and, with a proposal, vote for it.
 
-        A node that abstains promises nothing. Its record only gets the mark, and a record of a later round stays.
+        The returned record must be on disk before any message is sent. A node that abstains promises nothing: only the
+        mark is added to its record, and a record of a later round stays.
         """
         if self.votes:
             self.promised = ballot
@@ -120,7 +124,7 @@ class Promises:
         return self._record
 
     def keep(self, payload: bytes) -> None:
-        """Its state is here. Of several that may be committed the newest are kept, and the one that we voted for."""
+        """Keep `payload` as held. Only the newest `HELD` results are kept, and the one that we voted for."""
         self.held.pop(payload, None)
         self.held[payload] = None
         for other in list(self.held)[:-HELD]:
@@ -129,5 +133,5 @@ class Promises:
 
 
 def _mark_of(peer: str, head: Head) -> bytes:
-    """What `head` holds of a member; empty if it did not take part, or could not write a mark down."""
+    """The mark of a member in `head`; empty if it did not take part or could not write one."""
     return next((item.mark for item in head.manifest.contributions if item.peer_id == peer), b"")

@@ -1,4 +1,4 @@
-"""Who this node is in a run, and how it reaches the other members."""
+"""This node's identity in a run, and its network to the other members."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.node.wire.transport import Network
 
 @dataclass(frozen=True)
 class RunMember:
-    """What everything that takes part in the run's rounds must know of its own node."""
+    """What every part of the rounds needs to know of its own node."""
 
     identity: Identity
     spec: RunSpec
@@ -22,5 +22,5 @@ class RunMember:
 
     @property
     def peer_id(self) -> str:
-        """How others call this node."""
+        """This node's peer id."""
         return self.identity.peer_id

@@ -1,12 +1,12 @@
-"""What the round's average is, decided from what every member says it has. Pure.
+"""Decides the round's average from the parts that every member reports. Pure.
 
 Reducers may have died after some members received a part and before others did, or lied and sent different bytes to
 different members. The opener settles on one digest for every part. A member that lacks those bytes fetches them from a
 member that has them. A part that nobody has is a zero update for everyone.
 
 `Settle` must fit into one message however many members and parts there are. So it never lists who holds which part: it
-lists the members that hold everything. Where these are fewer than eight, it also lists up to three of the other
-holders of each part that is lacking.
+lists the members that hold everything. Where these are fewer than eight, it also lists up to three of the other holders
+of each part that is lacking.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from atoll.v1 import dataplane_pb2 as dp
 
 DIGEST_BYTES = 32
 NONCE_BYTES = 16
-MAX_HOLDERS = 3  # named for one part
-_MAX_SOURCES = 8  # members that one part is asked from
+MAX_HOLDERS = 3  # listed for one part
+_MAX_SOURCES = 8  # members that are asked for one part
 
 
 class PartsReport(Protocol):
-    """What one member has; `dataplane.Parts` is one, `allreduce.ExchangeResult` too."""
+    """The parts that one member reports: `dataplane.Parts` or `allreduce.ExchangeResult`."""
 
     @property
     def digests(self) -> Sequence[bytes]:
@@ -36,12 +36,12 @@ class PartsReport(Protocol):
 
 @dataclass(frozen=True)
 class Settlement:
-    """What the parts are, and who can give them."""
+    """The settled digests, and which members have the parts."""
 
-    digests: tuple[bytes, ...]  # of every part, the one that most members have, of several the lowest; empty: nobody
+    digests: tuple[bytes, ...]  # of every part: what most members have, the lowest in a tie; empty: no member has it
     whole: tuple[str, ...]  # members that hold every part as settled
-    sources: tuple[str, ...]  # those of them that give parts to others: not on probation, if there are such
-    holders: Mapping[int, tuple[str, ...]]  # part that a member lacks → up to three holders, where few are whole
+    sources: tuple[str, ...]  # the whole members that serve parts to others: not on probation, if there are such
+    holders: Mapping[int, tuple[str, ...]]  # part that a member lacks → up to three holders, if few members are whole
     is_complete: bool  # every member holds every part as settled, and there is no part that nobody holds
 
 
@@ -58,8 +58,8 @@ def settle(
 ) -> Settlement:
     """Settle from the reports of the members in `order` (all that are present).
 
-    What members on probation say they hold does not count while there are others. Raises `PeerMisbehaved` when reports
-    do not fit each other; `check_report` finds the culprit beforehand.
+    Reports of members on probation count only if there are no others. Raises `PeerMisbehaved` when reports do not fit
+    each other; `check_report` finds the culprit beforehand.
     """
     parts_total = len(reports[order[0]].digests)
     for peer in order:
@@ -82,7 +82,7 @@ def settle(
 
 
 class RepairSources:
-    """Whom to ask for a part that `settle` names, as `start` numbers its members."""
+    """The members to ask for a part, from `settle` and the member numbers of `start`."""
 
     def __init__(self, start: dp.Start, settle: dp.Settle) -> None:
         self._members = [item.peer_id for item in start.contributions]
@@ -90,7 +90,7 @@ class RepairSources:
         self._listed = {repair.part: list(repair.members) for repair in settle.repairs}
 
     def __call__(self, part: int) -> tuple[str, ...]:
-        """Up to eight members that hold `part`; other parts begin at another member."""
+        """Up to eight members that hold `part`. Different parts start at different members, to share the load."""
         first = part % len(self._whole) if self._whole else 0
         places = self._listed.get(part, []) + self._whole[first:] + self._whole[:first]
         return tuple(self._members[place] for place in places[:_MAX_SOURCES])

@@ -1,4 +1,4 @@
-"""Votes and commits with real signatures: what the round machine's `VoteSigner` are in a swarm."""
+"""Votes and commits with real signatures: the round machine's `VoteSigner` in a swarm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.v1 import manifest_pb2
 
 
 class IdentityVoteSigner:
-    """Signs with this node's identity; believes members' keys and the operator's."""
+    """Signs with this node's identity. Checks signatures of members and of the operator."""
 
     def __init__(self, identity: Identity, run_id: str, operator_key: bytes) -> None:
         self._identity = identity
@@ -34,15 +34,15 @@ class IdentityVoteSigner:
         verify_vote(payload, ballot, signature, peer)
 
     def attest(self, payload: bytes) -> pb.Signed:
-        """Our own word, as a holder, that this is the result."""
+        """Our own attestation, as a holder, of this result."""
         return sign_attestation(self._identity, payload)
 
     def attested_by(self, payload: bytes, attestation: pb.Signed) -> str:
-        """The peer whose word this is. Raises `SignatureInvalid`."""
+        """The peer that made this attestation. Raises `SignatureInvalid`."""
         return verify_attestation(payload, attestation)
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
-        """The head, if its votes are enough. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""
+        """The head, if its votes are a quorum. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""
         head = parse_and_verify_head(committed, self._run_id)
         require_quorum(head, electorate, self._operator_key)
         return head

@@ -1,7 +1,7 @@
-"""The progress that this node brings to the attempts of one round, and what of it a result holds. Pure.
+"""The snapshot that this node gives to the attempts of one round, and how much of it a result contains. Pure.
 
-One snapshot at a head, whatever becomes of the attempts that it is given to: so nothing is counted twice. Where a plan
-with other cuts makes it useless, another takes its place.
+There is one snapshot per head, whichever attempts get it, so nothing is counted twice. If a plan with other cuts makes
+it useless, another snapshot replaces it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atoll.v1 import manifest_pb2
 
 @dataclass(frozen=True)
 class CountedShare:
-    """What a round holds of one node."""
+    """What a round counts of one node."""
 
     counted: rt.Counted  # of its progress
-    samples: int = 0  # taken from its ranges, by whichever life of it
+    samples: int = 0  # taken from its ranges, by this or an earlier process of the node
 
     @classmethod
     def of(cls, peer: str, manifest: manifest_pb2.Manifest, counted: rt.Counted) -> CountedShare:
-        """With the samples that the manifest has for it."""
+        """The share of `peer`, with the samples that the manifest has for it."""
         return cls(counted, sum(item.samples for item in manifest.contributions if item.peer_id == peer))
 
 
@@ -34,41 +34,44 @@ class SnapshotLedger:
         self._snapshot: rt.Frozen | None = None
         self._layers: Sequence[int] = ()
         self._to: set[RoundId] = set()  # attempts that began an exchange with it
-        self._outlived: set[RoundId] = set()  # attempts whose snapshot had to make room for another
-        self._hoped = False  # an attempt had the chance to commit what holds it
-        self.exposed = False  # it left this node in one of them: with no weight nothing does
+        self._outlived: set[RoundId] = set()  # attempts that began with a snapshot that was replaced since
+        self._hoped = False  # one attempt already had the chance to commit a result with the snapshot
+        self.exposed = False  # the snapshot left this node in an exchange; with weight 0 it does not
 
     def of(self, layers: Sequence[int]) -> rt.Frozen | None:
-        """The snapshot, if it is of exactly these layers."""
+        """The snapshot, if it has exactly these layers."""
         return self._snapshot if self._snapshot is not None and self._layers == layers else None
 
     def keep(self, snapshot: rt.Frozen, layers: Sequence[int]) -> None:
-        """It was taken: of these layers."""
+        """Record the snapshot of these layers."""
         self._snapshot, self._layers = snapshot, layers
 
     def begin(self, round_id: RoundId, *, weighs: bool) -> None:
-        """The exchange of that attempt begins with it."""
+        """Record that the exchange of this attempt uses the snapshot."""
         self._to.add(round_id)
         self.exposed |= weighs
 
     def hope(self) -> bool:
-        """Whether one attempt shall do without us, so that it can commit what holds the snapshot: once."""
+        """Whether this node contributes nothing to one attempt, which may then commit a result with the snapshot.
+
+        True once.
+        """
         hopes = self._snapshot is not None and not self._hoped
         self._hoped |= hopes
         return hopes
 
     def make_room(self) -> None:
-        """For a snapshot of other layers; what holds this one may be committed all the same."""
+        """Replace the snapshot by one of other layers. A result that contains the old one may still be committed."""
         self._outlived |= self._to
         self.drop()
 
     def drop(self) -> None:
-        """Nobody saw it."""
+        """Forget the snapshot, which no other member saw."""
         self._snapshot, self._layers = None, ()
         self._to, self.exposed = set(), False
 
     def counted(self, me: str, manifest: manifest_pb2.Manifest) -> rt.Counted:
-        """What of it that result holds."""
+        """How much of this node's progress the result contains."""
         round_id = RoundId.from_proto(manifest.round)
         if not any(item.peer_id == me for item in manifest.contributions):
             return rt.Counted.NOTHING

@@ -1,4 +1,4 @@
-"""How long the stages of rounds took lately, as the opener saw them. Pure."""
+"""How long the stages of recent rounds took, as the opener measured them. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from atoll.core.learned_deadline import LearnedDeadline, ResponseTimes
 from atoll.node.rounds.codec_choice import CodecChoice
 from atoll.node.rounds.types import RoundPolicy
 
-_FLOOR = 1.0  # seconds: no stage is given less, beside what it took before
+_FLOOR = 1.0  # seconds; no stage gets less in addition to its measured time
 
 
 @dataclass
 class StageDeadlines:
-    """How long each stage of one fragment's rounds took lately, and which codec that is good for."""
+    """Learned deadlines of each stage of one fragment's rounds, and the choice of its codec."""
 
     ready: LearnedDeadline
     answers: ResponseTimes  # from Open to each member's Ready
@@ -26,7 +26,7 @@ class StageDeadlines:
 
     @classmethod
     def of(cls, policy: RoundPolicy) -> tuple[StageDeadlines, ...]:
-        """For each fragment, because some are larger than others; nothing seen yet."""
+        """Initial deadlines for each fragment, because some are larger than others."""
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
         all_ready, answers, turns = LearnedDeadline(_FLOOR, ready), ResponseTimes(), len(policy.fragments)
@@ -46,5 +46,5 @@ class StageDeadlines:
         )
 
     def exchange(self, codec: int) -> LearnedDeadline:
-        """That of exchanges with codec number `codec`."""
+        """The deadline of exchanges with codec number `codec`."""
         return self.exchanges.setdefault(codec, LearnedDeadline(_FLOOR, self.exchange_ceiling))

@@ -1,7 +1,7 @@
-"""The exchange of the attempt under way, and the states that may still be committed.
+"""The current attempt's exchange, and the states that may still be committed.
 
-An attempt's exchange leads to digests of the average (`ExchangeDone`), with the opener's word to a state (`Staged`),
-which is kept for as long as the machine holds its payload: a commit may come late, or in another attempt.
+An exchange gives the digests of the average (`ExchangeDone`). With the opener's Settle it gives a state (`Staged`). The
+state is kept while the machine holds its payload, because a commit may come late or in another attempt.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-_STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
-_AUDIT = 0.2  # of the time for a result: for answers of contributors
+_STALL = 0.25  # of an exchange's time without a due frame; then the peer is given up
+_AUDIT = 0.2  # of the time for a result: wait for contributors' answers
 _MOST_THREADS = 8
-_ENDING_SECONDS = 5.0  # it was cancelled
+_ENDING_SECONDS = 5.0  # for a cancelled exchange
 
 _log = log.get("rounds")
 
@@ -52,14 +52,14 @@ class _Running:
     start: dp.Start
     exchange: Exchange
     before: Head
-    staging: OuterStepBuilder  # its own: a cancelled exchange may still write
+    staging: OuterStepBuilder  # its own, because a cancelled exchange may still write
     task: asyncio.Task[None]
-    making: asyncio.Task[None] | None = None  # of `made`, begun before the opener's word
-    made: Staged | None = None  # what the average comes to if it is settled as it came
+    making: asyncio.Task[None] | None = None  # builds `made`, started before the opener's Settle
+    made: Staged | None = None  # the state, if the opener settles on what was received
 
 
 class RoundResults:
-    """`post_event` gets what the machine must hear of them."""
+    """`post_event` gets the events for the round machine."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class RoundResults:
         self._member, self._machine, self._state, self._exchanges = member, machine, state, exchanges
         self._background, self._post_event, self._counters = background, post_event, counters
         self._running: _Running | None = None
-        self._ending: asyncio.Task[None] | None = None  # the last that was ended
-        self.served: Exchange | None = None  # the one whose parts others may ask for
-        self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
+        self._ending: asyncio.Task[None] | None = None  # the last exchange that was ended
+        self.served: Exchange | None = None  # the exchange whose parts others may ask for
+        self._staged: dict[bytes, Staged] = {}  # key: digests of the layers; newest last
         self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
             threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -84,16 +84,16 @@ class RoundResults:
         self._audit_executor = ThreadPoolExecutor(1, "audit", initializer=torch.set_num_threads, initargs=(1,))
 
     async def require_equal_bits(self) -> None:
-        """Check the threads that compute rounds, each kind of them. Raises `ArithmeticDiffers`."""
+        """Check the arithmetic of the threads that compute rounds, of both kinds. Raises `ArithmeticDiffers`."""
         for executor in (self._executor, None):
             await asyncio.get_running_loop().run_in_executor(executor, require_equal_bits)
 
     def of_layers(self, layers: Iterable[manifest_pb2.LayerState]) -> Staged | None:
-        """The state that these layers name, if it may still be committed."""
+        """The staged state with these layers, if it may still be committed."""
         return self._staged.get(_key_of(layers))
 
     def begin(self, start: dp.Start, seconds: float, fragment: Fragment, own_E: Tensor, head: Head) -> None:
-        """Exchange `own_E`, the pseudo-gradient of the fragment as it is held here, on the state of `head`."""
+        """Exchange `own_E`, this node's pseudo-gradient of the fragment, on the state of `head`."""
         policy, members = self._machine.policy, len(start.partition)
         self._counters.joined += 1
         self._counters.bytes_fp32 += 2 * 4 * fragment.elements * (members - 1) // members
@@ -118,16 +118,16 @@ class RoundResults:
         self._running = _Running(start, exchange, head, staging, self._background.begin(self._run(exchange)))
 
     def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
-        """Repair what the opener's digests say is missing or wrong, and make the state of it."""
+        """Repair parts that are missing or differ from the opener's digests, then build the state."""
         self._background.begin(self._complete(round_id, settle, seconds))
 
     def forget(self) -> None:
-        """The head moved: nothing of what was made on the old one is of use."""
+        """Drop the staged states, because the head moved."""
         self._staged.clear()
         self.end_exchange()
 
     def end_exchange(self) -> None:
-        """Ours is over; its parts are served until the next one begins, because others may still repair theirs."""
+        """End our exchange. Its parts are served until the next begins, because others may still repair theirs."""
         running, self._running = self._running, None
         if running is not None:
             running.task.cancel()
@@ -135,25 +135,25 @@ class RoundResults:
             self._ending = running.task
 
     def abandon(self, round_id: RoundId) -> None:
-        """The attempt that this node took part in came to nothing."""
+        """End the exchange of an attempt that failed."""
         self._counters.abandoned += 1
         _log.warning("round abandoned", round=str(round_id))
         self.end_exchange()
 
     async def ended(self) -> None:
-        """Until an exchange that was ended reads no more of the pseudo-gradient: at most a few seconds."""
+        """Wait, for a few seconds at most, until an ended exchange no longer reads the pseudo-gradient."""
         if self._ending is not None:
             await asyncio.wait([self._ending], timeout=_ENDING_SECONDS)
 
     def close(self) -> None:
-        """When everything beside was stopped."""
+        """Release threads and exchanges, after all background tasks were stopped."""
         if self.served is not None:
             self._exchanges.end(self.served.round_id)
         for executor in (self._executor, self._audit_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 
     async def _measure(self, own_E: Tensor) -> None:
-        """A pass over the memory of the fragment, beside the exchange."""
+        """Measure the update's norm: one pass over the fragment's memory, in parallel to the exchange."""
         norm = await asyncio.get_running_loop().run_in_executor(self._audit_executor, torch.linalg.vector_norm, own_E)
         self._counters.update_norm = norm.item()
 
@@ -161,19 +161,19 @@ class RoundResults:
         began = self._member.clock.monotonic()
         try:
             held = await exchange.run()
-        except RoundAbandoned as error:  # our own update is of no use
+        except RoundAbandoned as error:  # our own update is invalid
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
         finally:
             self._counters.exchange_seconds += self._member.clock.monotonic() - began
-        nonce = os.urandom(NONCE_BYTES)  # not before all averages that this node gets are fixed
+        nonce = os.urandom(NONCE_BYTES)  # drawn only after all averages that this node gets are fixed
         self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.verdicts, nonce))
         running = self._running
         if all(held.digests) and running is not None and running.exchange is exchange:
             running.making = self._background.begin(self._make(running))
 
     async def _make(self, running: _Running) -> None:
-        """Digests take as long as the opener's word, which seldom changes anything: so they do not wait for it."""
+        """Build the state before the opener's Settle arrives, because Settle seldom changes the average."""
         running.made = await self._finish(running)
 
     async def _finish(self, running: _Running) -> Staged:
@@ -182,13 +182,13 @@ class RoundResults:
     async def _complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         running = self._running
         if running is None or running.exchange.round_id != round_id:
-            return  # released meanwhile
+            return  # the exchange was ended meanwhile
         try:
             sources = RepairSources(running.start, settle)
             changed = await running.exchange.repair(tuple(settle.digests), sources, timedelta(seconds=seconds))
         except RoundAbandoned as error:
             reducers = {piece.reducer for piece in running.start.partition}
-            faults = running.exchange.faults.items()  # nobody else may have the parts of those reducers
+            faults = running.exchange.faults.items()  # possibly nobody else has the parts of those reducers
             disputes = tuple(Dispute(peer, None, reason) for peer, reason in faults if peer in reducers)
             self._post_event(rt.Failed(round_id, str(error), disputes))
             return
@@ -198,13 +198,16 @@ class RoundResults:
             self._post_event(rt.Staged(round_id, staged.layers))
 
     async def _result(self, running: _Running, changed: bool) -> Staged:
-        """The state of the settled average; `changed`: it is not the average that `making` began with."""
+        """The state of the settled average. `changed`: repair changed the average that `making` used."""
         if running.making is not None and not changed:
             await asyncio.wait([running.making])
         return running.made if running.made is not None and not changed else await self._finish(running)
 
     async def _audit(self, running: _Running, settle: dp.Settle, seconds: float) -> bool:
-        """Whether the settled averages can be the sums of what members say that they sent; else the attempt fails."""
+        """Whether the settled averages can be the sums of the contributions that members report.
+
+        If not, the attempt fails.
+        """
         exchange = running.exchange
         seed = hashlib.sha256(str(exchange.round_id).encode() + b"".join([*settle.digests, *settle.nonces])).digest()
         opener = exchange.round_id.opener(self._machine.plan.openers(running.before))  # it has no nonce
@@ -231,14 +234,14 @@ class RoundResults:
         return not disputes
 
     def _keep(self, staged: Staged) -> None:
-        """Beside those that the machine still holds: it says what may be committed yet."""
+        """Keep `staged`, and drop the states that the machine no longer holds."""
         kept = {_key_of(manifest_pb2.Manifest.FromString(payload).layers) for payload in self._machine.held}
         self._staged = {key: held for key, held in self._staged.items() if key in kept}
         self._staged[_key_of(staged.layers)] = staged
 
 
 def threads(cores: int) -> int:
-    """For codecs, sums and digests: half of the machine, as others use it too."""
+    """Number of threads for codecs, sums and digests: half of the cores, because others use the machine too."""
     return min(max(2, cores // 2), _MOST_THREADS)
 
 

@@ -1,6 +1,6 @@
-"""Where a member stands: its head and plan, what it promised at that head, and what it wants done. Pure.
+"""The state that the parts of the round machine share: head, plan, promises at that head, pending actions. Pure.
 
-The round machine and its parts share one `Standing`. What belongs to the head begins anew with `move`.
+`move` resets everything that belongs to the head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atoll.v1 import dataplane_pb2 as dp
 
 
 class Standing:
-    """`actions` and `inbox` (to ourselves) are emptied by the machine, in order.
+    """The machine empties `actions` and `inbox` (messages to ourselves) in order.
 
     It has more than 15 attributes: all that the machine's parts share is here, so that none keeps a copy.
     """
@@ -47,11 +47,11 @@ class Standing:
         self.head = head
         self.plan = plan
         self.attempt = 0  # the next one
-        self.known = known or head  # the newest that this node ever saw committed
+        self.known = known or head  # the newest committed head that this node ever saw
         self.now = now
         self.leaving = False
         self.promises = Promises(me, record, head, plan, draw_mark, told)
-        self.marks: dict[str, bytes] = {}  # of others at this head, as they told us when we opened
+        self.marks: dict[str, bytes] = {}  # marks of others at this head, from our own attempts
         self.trigger = RoundTrigger(me, self.policy, head, plan, now)
         self.ledger = SnapshotLedger()
         self.suspicions = Suspicions()
@@ -64,7 +64,7 @@ class Standing:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has all its tokens: no more rounds open."""
+        """Whether the run has all its tokens. Then no more rounds open."""
         return self.head.committed_tokens >= self.policy.stop_tokens
 
     @property
@@ -76,7 +76,7 @@ class Standing:
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Who may open the next round, in their order."""
+        """The members that may open the next round, in order."""
         return self.plan.openers(self.head)
 
     @property
@@ -85,26 +85,32 @@ class Standing:
 
     @property
     def lagging(self) -> bool:
-        """Whether a newer round than our head is known to be committed: we wait for its state, or for a recovery."""
+        """Whether a newer round than our head is known to be committed.
+
+        Then we wait for its state, or for a recovery.
+        """
         return self.head.round < self.known.round and self.plan.accepts(self.known)
 
     @property
     def void(self) -> bool:
-        """Whether a recovery made our head void: we take part in nothing until we fetched another."""
+        """Whether a recovery made our head void.
+
+        Then this node takes part in no round until it fetched another head.
+        """
         return not self.plan.accepts(self.head)
 
     @property
     def paces(self) -> StageDeadlines:
-        """Of the next round's fragment."""
+        """Deadlines for the next round's fragment."""
         return self.paces_by_fragment[self.policy.fragment_of(self.head.round + 1).index]
 
     @property
     def coordinator_seconds(self) -> float:
-        """What the opener may need to hear the coordinator, where that has a seat."""
+        """Seconds that an opener may wait for the coordinator, which is longer if the coordinator has a seat."""
         return COORDINATOR_SECONDS if COORDINATOR in self.plan.seats(self.head) else 1.0
 
     def move(self, head: Head) -> None:
-        """Begin at `head`: nothing frozen, nothing voted but what is on disk."""
+        """Start again at `head`: no snapshot, and only the votes that are on disk."""
         self.head = head
         if head.round > self.known.round or not self.plan.accepts(self.known):
             self.known = head
@@ -116,43 +122,43 @@ class Standing:
         self.attempt = self.promises.next_attempt(self.plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Go on under a newer plan."""
+        """Continue under a newer plan."""
         before, self.plan = self.plan, plan
         fragments, self.policy = self.policy.fragments, self._policy_of(plan)
         if self.policy.fragments != fragments:
             self.paces_by_fragment = StageDeadlines.of(self.policy)
-        if plan.base != before.base:  # what was voted for on the old history does not count
+        if plan.base != before.base:  # votes on the old history do not count
             self.promises.recall(self.head, plan)
-            self.marks = {}  # members that abstained at this head have other marks now
+            self.marks = {}  # members that abstained at this head have new marks now
         self.trigger.begin(self.head, plan, self.now, self.policy)
         self.attempt = self.promises.next_attempt(plan)
         self.check_history()
 
     def check_history(self) -> None:
-        """Look for another head, if a recovery made ours void."""
+        """Ask for another head if a recovery made ours void."""
         if not self.plan.accepts(self.head):
             self.behind(f"plan {self.plan.version} goes on from round {self.plan.base.round}, on another history")
 
     def behind(self, reason: str) -> None:
-        """Others are ahead."""
+        """Order a catch-up, because others are ahead."""
         self.actions.append(rt.CatchUp(reason))
 
     def decline(self, peer: str, round_id: RoundId, reason: str) -> None:
-        """Tell the opener that we cannot take part in its attempt, and in which one we could."""
+        """Tell the opener that we cannot take part in its attempt, and which attempt we could follow."""
         decline = dp.Decline(
             round=round_id.to_proto(), reason=reason[:500], plan_version=self.plan.version, attempt=self.attempt
         )
         self.send(peer, dp.RoundMessage(decline=decline))
 
     def send(self, peer: str, message: dp.RoundMessage) -> None:
-        """Send a message, to ourselves too."""
+        """Send a message to a peer or to this node itself."""
         if peer == self.me:
             self.inbox.append(rt.Received(peer, message))
         else:
             self.actions.append(rt.Send(peer, message))
 
     def carry_out(self, attempt: Opener | Follower) -> None:
-        """Do what an attempt wants done."""
+        """Send the messages and carry out the actions that an attempt has collected."""
         out, attempt.out = attempt.out, []
         for item in out:
             if isinstance(item, tuple):

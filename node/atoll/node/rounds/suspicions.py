@@ -1,12 +1,12 @@
-"""Members that audits found at odds, and what openers conclude from it. Pure.
+"""Members whose sums or sketches failed an audit, and what an opener concludes. Pure.
 
-An audit (exchange/audit.py) shows a member that a reducer's average is not the sum of what contributors say that they
-sent. If the average fits without the word of one contributor, either of the two lies. So a first dispute
-takes the reducing from the reducer: it loses nothing else. A contributor whose word alone contradicts a second reducer
-is the liar, unless both reducers lie: it is left out, and these reducers sum again.
+An audit (exchange/audit.py) shows that a reducer's average is not the sum of what contributors say that they sent. If
+the average fits without one contributor's report, either that contributor or the reducer lies. After a first dispute
+the reducer no longer sums; it loses nothing else. A contributor whose report alone contradicts a second reducer is the
+liar, unless both reducers lie. That contributor is left out, and these reducers sum again.
 
-Suspicions are this node's own, and end after some rounds. They bind nobody else: members accept any Start that keeps
-few holders from reducing, and audit the sums.
+Suspicions belong to this node and end after some rounds. They do not bind other members: those accept any Start that
+keeps few holders from reducing, and audit the sums themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Suspicions:
         }
 
     def liars(self, round_number: int) -> frozenset[str]:
-        """Contributors that shall take no part: each contradicted several reducers alone."""
+        """Contributors that may not take part: each alone contradicted several reducers."""
         contradicted: defaultdict[str, set[str]] = defaultdict(set)
         for reducer, contributor in self._recent(round_number):
             if contributor is not None:
@@ -49,7 +49,7 @@ class Suspicions:
         return frozenset(peer for peer, reducers in contradicted.items() if len(reducers) > 1)
 
     def poor_reducers(self, round_number: int) -> frozenset[str]:
-        """Members that shall sum nothing."""
+        """Members that may not sum."""
         liars = self.liars(round_number)
         return frozenset(reducer for reducer, peer in self._recent(round_number) if peer not in liars)
 

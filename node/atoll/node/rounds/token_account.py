@@ -1,4 +1,4 @@
-"""Which of the tokens that this node trained were counted in rounds, and which were not yet. Plain bookkeeping."""
+"""Which of this node's tokens rounds have counted, and which not yet. Plain bookkeeping."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections import deque
 
 
 class TokenAccount:
-    """Totals are the trainer's. What a snapshot froze is counted with the round that holds it, or never."""
+    """Totals are the trainer's. The tokens of a snapshot count with the round that contains it, or never."""
 
     def __init__(self, trained: int, round_number: int) -> None:
         self._counted_from = self._reported_from = trained
         self._counted_round = round_number
-        self._is_frozen = False  # there is a snapshot that was not counted
-        self._frozen_tokens = 0  # of the snapshot, since the round before that counted us
-        self._frozen_at = 0  # the total then
-        self._usual_tokens: deque[int] = deque(maxlen=2)  # what was counted of ours, a round
+        self._is_frozen = False  # a snapshot exists that no round has counted
+        self._frozen_tokens = 0  # tokens of the snapshot since the last round that counted us
+        self._frozen_at = 0  # the trainer's total at the snapshot
+        self._usual_tokens: deque[int] = deque(maxlen=2)  # tokens that rounds counted of ours, per round
 
     @property
     def usual_tokens(self) -> int:
-        """The fewer tokens of the last two rounds that counted ours; 0: none did."""
+        """The smaller of the last two per-round counts of our tokens; 0 if no round counted us."""
         return min(self._usual_tokens, default=0)
 
     def uncounted(self, trained: int) -> int:
-        """What no round holds."""
+        """Tokens that no round has counted."""
         return trained - self._counted_from
 
     def unreported(self, trained: int) -> int:
-        """What was trained since the head, as far as rounds should open for it."""
+        """Tokens trained since the head, to report for the next round."""
         return max(0, trained - self._reported_from)
 
     def tokens_since_snapshot(self, trained: int) -> int:
-        """What was trained since the last snapshot."""
+        """Tokens trained since the last snapshot."""
         return max(0, trained - self._frozen_at)
 
     def freeze(self, tokens: int, trained: int) -> None:
-        """A snapshot was taken, of that many tokens."""
+        """Record a snapshot of `tokens` tokens."""
         self._is_frozen, self._frozen_tokens, self._frozen_at = True, tokens, trained
 
     def count(self, round_number: int) -> None:
-        """That round holds our snapshot. Heard twice, it is counted once."""
+        """Record that a round contains our snapshot. A second call for the same snapshot has no effect."""
         if not self._is_frozen:
             return
         self._is_frozen = False
@@ -48,9 +48,9 @@ class TokenAccount:
         self._counted_round = round_number
 
     def pass_by(self, trained: int) -> None:
-        """The head moved without us: what was trained stays uncounted."""
+        """Record that the head moved without us. Tokens trained so far stay uncounted."""
         self._reported_from = trained
 
     def begin_anew(self, trained: int) -> None:
-        """What was not counted is dropped."""
+        """Drop the uncounted tokens."""
         self._counted_from = self._reported_from = trained

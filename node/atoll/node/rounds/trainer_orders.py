@@ -1,4 +1,4 @@
-"""Orders to the trainer, one after another: so a round's snapshot never overtakes the commit before it."""
+"""Runs orders to the trainer one after another, so a round's snapshot never overtakes the previous commit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Order = Callable[[], Awaitable[None]]
 
 
 class TrainerOrders:
-    """The queue of one engine."""
+    """The order queue of one engine."""
 
     def __init__(self) -> None:
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
 
     def put(self, order: Order) -> None:
-        """Carry it out after those before it."""
+        """Queue an order."""
         self._orders.put_nowait(order)
 
     async def join(self) -> None:
-        """Wait until all are carried out."""
+        """Wait until all queued orders are carried out."""
         await self._orders.join()
 
     async def run(self) -> None:

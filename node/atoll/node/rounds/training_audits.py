@@ -1,8 +1,9 @@
 """Audits of training on one node: give its own contribution to its auditor, or audit another one.
 
-core/training_audits.py says who is drawn and what is measured. An audit uses the memory of this node's own
-pseudo-gradient, which is free from the commit of a round to the next snapshot. What is not done by then is dropped. Its
-forward passes are few beside the steps of a round: where rounds are too short for enough samples, nothing is audited.
+core/training_audits.py draws the members and defines the measurement. An audit uses the memory of this node's own
+pseudo-gradient, which is free from the commit of a round to the next snapshot. An audit that is not finished at the
+next snapshot is dropped. An audit has few forward passes compared with a round's steps. If rounds are too short for
+enough samples, there is no audit.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 _FRAME_TIMEOUT = timedelta(seconds=30)
-_ATTEMPTS = 15  # the contributor may install the round a little later
+_ATTEMPTS = 15  # the contributor may install the round a little later than the auditor
 _AGAIN_SECONDS = 2.0
 _MOST_SAMPLES = 2**12  # of which some are drawn
 _SHARE_OF_ROUND = 0.05  # of the auditor's compute time in all rounds between two audits
 _SHARE_OF_ALL = 0.01  # likewise, of the compute time of all
-_MOST_OF_ROUND = 0.2  # of its compute time in the round of the audit: it delays its next step by so much
+_MOST_OF_ROUND = 0.2  # of its compute time in the audited round: the delay of its next step
 _FORWARD = 1 / 3  # of the time of a step on a sample
-_PASSES = 4  # forward passes for each sample of a kind: two kinds, with and without the contribution
+_PASSES = 4  # of the time of a training step per sample
 
 _log = log.get("audit")
 
@@ -52,14 +53,14 @@ class InstalledRound:
 
     head: Head
     before: Head
-    plan: Plan  # from which the next round follows
-    lease: int  # samples of a first lease
-    exchange: Exchange  # the last one served; perhaps not this round's
+    plan: Plan  # the plan under which the next round follows
+    lease: int  # number of samples in a first lease
+    exchange: Exchange  # the last one served, possibly of another round
     moved: tuple[int, int]  # the elements that the round averaged
 
 
 class TrainingAudits:
-    """The audit that this node has to do with since the last commit."""
+    """This node's role in the audit of the last committed round."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class TrainingAudits:
         order: Callable[[Order], None],
         report: Callable[[mb.TrainingAudit], None],
     ) -> None:
-        """`order` queues an order to the trainer. `report` tells the coordinator."""
+        """`order` queues an order to the trainer. `report` sends the result to the coordinator."""
         self._me = member.peer_id
         self._trainer = trainer
         self._manifests = manifests
@@ -80,10 +81,10 @@ class TrainingAudits:
         self._report = report
         self._given: Exchange | None = None
         self._auditing: asyncio.Task[None] | None = None
-        self._open = object()  # replaced when the memory is needed otherwise
+        self._open = object()  # replaced when the memory is needed again
 
     def begin(self, installed: InstalledRound) -> None:
-        """Give the contribution of that round to its auditor, or audit another one, if this node was drawn."""
+        """If this node was drawn, give its contribution to the auditor, or audit another member's contribution."""
         manifest, exchange = installed.head.manifest, installed.exchange
         drawn = draw(manifest)
         if drawn is None or exchange.round_id != RoundId.from_proto(manifest.round):
@@ -98,7 +99,7 @@ class TrainingAudits:
             self._auditing = self._background.begin(self._audit(installed, drawn))
 
     async def stop(self) -> None:
-        """End it: the pseudo-gradient is about to change."""
+        """End the audit, because the pseudo-gradient is about to change."""
         self._open = object()
         if self._given is not None:
             self._given.copies.withhold()
@@ -130,7 +131,7 @@ class TrainingAudits:
                 return
             try:
                 found = await self._trainer.audit(own, other, moved)
-            except AtollError as error:  # it is paused for another model, or on several devices
+            except AtollError as error:  # the trainer is paused, has another model, or uses several devices
                 _log.info("contribution not audited", round=round_number, reason=str(error))
                 return
             audit.score, audit.own_gain, audit.other_gain = found.score, found.own, found.other
@@ -140,7 +141,7 @@ class TrainingAudits:
         self._order(measure)
 
     async def _fetch(self, peer: str, exchange: Exchange, update_E: Tensor) -> str:
-        """Why the contribution of `peer` could not be fetched; empty if it was."""
+        """Fetch the contribution of `peer` into `update_E`. Returns why it failed; empty if it did not."""
         reason = ""
         for _ in range(_ATTEMPTS):
             try:
@@ -160,10 +161,11 @@ def trained_samples(
     get: Callable[[int], manifest_pb2.CommittedManifest | None],
     sequence_length: int,
 ) -> list[list[int]]:
-    """Sample numbers that the contributions of the one audited and the one compared are said to be trained on.
+    """Sample numbers on which the audited and the compared contribution were trained, according to the manifests.
 
-    A contribution to a fragment is trained on what its member consumed since the fragment's round before. It is of less
-    if the member began anew since: its tokens say how many samples, and those are the newest. `get` reads manifests.
+    A contribution to a fragment is trained on what its member consumed since the fragment's previous round. If the
+    member began again since then, it is trained on the newest samples only, as many as its tokens make. `get` reads
+    manifests.
     """
     manifest, rounds = installed.head.manifest, [installed.head, installed.before]  # the newest first
     with contextlib.suppress(DataDirUnusable):
@@ -184,7 +186,7 @@ def trained_samples(
 def _newest(
     peer: str, manifests: Sequence[manifest_pb2.Manifest], positions: Sequence[DataPosition], sequence_length: int
 ) -> list[int]:
-    """Samples of the newest contribution of `manifests`; `positions` are those before each of them."""
+    """Samples of the contribution in `manifests[0]`; `positions` are those before each manifest."""
     found, there = list[int](), [_contribution(manifest, peer) for manifest in manifests]
     left = max(there[0].weight, there[0].judged_tokens) // sequence_length
     for contribution, position in zip(there, positions, strict=False):
@@ -202,7 +204,7 @@ def _contribution(manifest: manifest_pb2.Manifest, peer: str) -> manifest_pb2.Co
 
 
 def _affordable(manifest: manifest_pb2.Manifest, me: str) -> int:
-    """How many samples of each kind this node may measure. One in as many rounds as there are fragments is audited."""
+    """How many samples of each kind this node may measure. One round in a turn of the fragments is audited."""
     members, fragments = sum(bool(item.weight) for item in manifest.contributions), max(manifest.fragments, 1)
     share = min(_MOST_OF_ROUND, fragments * min(_SHARE_OF_ROUND, _SHARE_OF_ALL * members))
     return int(share * _contribution(manifest, me).samples / (_FORWARD * _PASSES))

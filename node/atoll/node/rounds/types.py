@@ -1,4 +1,4 @@
-"""What goes into the round machine and what comes out of it: plain data, no behaviour."""
+"""Events and actions of the round machine: plain data without behaviour."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PolicyOf = Callable[[Plan], "RoundPolicy"]
 
 
 class Phase(Enum):
-    """Where a node stands in a round."""
+    """The phase of a node in a round."""
 
     IDLE = auto()
     FREEZING = auto()
@@ -38,38 +38,38 @@ class Phase(Enum):
 class RoundPolicy:
     """What every member knows before a round: from the run spec, the layer table, and the cuts of its plan.
 
-    The timeouts are ceilings; what was observed of earlier rounds shortens them (core/learned_deadline.py).
+    The timeouts are upper limits. Measured times of earlier rounds shorten them (core/learned_deadline.py).
     """
 
     run_id: str
     fragments: tuple[Fragment, ...]  # of the flat vector; rounds take turns
-    part_elements: int  # that a part has at most
+    part_elements: int  # at most, in a part
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screen: Screen | None  # None: contributions are not judged
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
-    exchange_share: float  # of the time from one exchange's begin to the next's, at most
+    exchange_share: float  # largest share of the time between the starts of two exchanges
     stop_tokens: int
-    round_samples: int  # that the whole swarm consumes in a round: what leases are measured in
+    round_samples: int  # samples that the whole swarm consumes in a round; leases are multiples of it
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step
     exchange_timeout: timedelta = timedelta(seconds=60)
     decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
-    stall: timedelta = timedelta(seconds=0.5)  # in an exchange: nobody is given up for a shorter silence
-    open_timeout: timedelta = timedelta(seconds=2)  # after which the next in the order opens
-    report_interval: timedelta = timedelta(seconds=1)  # at most, and what `lately` is measured in
+    stall: timedelta = timedelta(seconds=0.5)  # in an exchange: no peer is given up for a shorter silence
+    open_timeout: timedelta = timedelta(seconds=2)  # after which the next seat in the order opens
+    report_interval: timedelta = timedelta(seconds=1)  # at most; `lately` is a multiple of it
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """The number of layers of the model."""
         return self.fragments[-1].end_layer
 
     def fragment_of(self, number: int) -> Fragment:
-        """What round `number` averages."""
+        """The fragment that round `number` averages."""
         return self.fragments[fragment_of_round(number, len(self.fragments))]
 
 
 class VoteSigner(Protocol):
-    """Signatures, made and checked."""
+    """Makes and checks signatures."""
 
     def vote(self, payload: bytes, ballot: Ballot) -> pb.Signed:
         """Our own vote."""
@@ -80,15 +80,15 @@ class VoteSigner(Protocol):
         ...
 
     def attest(self, payload: bytes) -> pb.Signed:
-        """Our own word, as a holder, that this is the result."""
+        """Our own attestation, as a holder, of this result."""
         ...
 
     def attested_by(self, payload: bytes, attestation: pb.Signed) -> str:
-        """The peer whose word this is. Raises `AtollError` for a word that nobody gave."""
+        """The peer that made this attestation. Raises `AtollError` if the signature is invalid."""
         ...
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
-        """The head, if its votes are enough. Raises `AtollError`."""
+        """The head, if its votes are a quorum. Raises `AtollError`."""
         ...
 
 
@@ -97,21 +97,21 @@ class VoteSigner(Protocol):
 
 @dataclass(frozen=True)
 class PlanReceived:
-    """A verified plan. The machine adopts it as soon as no round is in the way."""
+    """A verified plan. The machine adopts it once no attempt is under way."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class HeadMoved:
-    """State was fetched from others: this node now stands at `head`."""
+    """State was fetched from others: this node is now at `head`."""
 
     head: Head
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that this node trained since its head, what an inner step takes, and what came after the snapshot."""
+    """Tokens trained since the head, seconds of an inner step, and tokens trained since the snapshot."""
 
     tokens: int
     step_seconds: float = 0.0
@@ -128,9 +128,9 @@ class Received:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The trainer froze its pseudo-gradient for `round_id`; no tokens: there is nothing to bring.
+    """The trainer froze its pseudo-gradient for `round_id`. With 0 tokens there is nothing to contribute.
 
-    `tokens` were trained since this fragment was last averaged with ours, `samples` since any was.
+    `tokens` were trained since the last round of this fragment that counted ours; `samples` since any round that did.
     """
 
     round_id: RoundId
@@ -142,7 +142,7 @@ class Frozen:
 class ExchangeDone:
     """The exchange is over here: digests of the averaged parts (empty: missing).
 
-    `verdicts` are ours as a reducer, ordered by contributor. `nonce` is random, and told with them.
+    `verdicts` are ours as a reducer, ordered by contributor. `nonce` is random and reported with them.
     """
 
     round_id: RoundId
@@ -153,7 +153,7 @@ class ExchangeDone:
 
 @dataclass(frozen=True)
 class Staged:
-    """The average is complete and the outer step is staged, with these digests."""
+    """The average is complete and the outer step is staged. `layers` has the digests."""
 
     round_id: RoundId
     layers: tuple[manifest_pb2.LayerState, ...]
@@ -170,14 +170,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class PledgeFailed:
-    """What would have bound us is not on disk, so nobody was told: the message of that `Pledge` is undelivered."""
+    """A pledge could not be written to disk, so its `message` was not sent."""
 
     message: dp.RoundMessage
 
 
 @dataclass(frozen=True)
 class SendFailed:
-    """A message of ours is too large to be sent, to anybody; `reason` names its kind and size."""
+    """A message of ours is too large to send. `reason` names its kind and size."""
 
     message: dp.RoundMessage
     reason: str
@@ -185,26 +185,26 @@ class SendFailed:
 
 @dataclass(frozen=True)
 class CoordinatorVote:
-    """The coordinator's answer to `AskCoordinator`; not granted when it cannot be reached."""
+    """The coordinator's answer to `AskCoordinator`. Not granted if the coordinator cannot be reached."""
 
     round_id: RoundId
-    proposal: bytes  # serialised; empty: a promise was asked for
+    proposal: bytes  # serialised; empty: the question was for a promise
     granted: bool
-    voted: LastVote | None  # what it voted for before
+    voted: LastVote | None  # its last vote before
     vote: pb.Signed | None
     reason: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection to a member broke. It may be dead, or only be about to dial again."""
+    """The connection to a member broke. The member may be dead, or may dial again soon."""
 
     peer: str
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The owner wants this node to go: the next round is its last, and shall open now."""
+    """The owner wants this node to leave. The next round is its last and must open now."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Pledge:
-    """Make `record` durable, and only then deliver the message, to ourselves as `Received` too.
+    """Write `record` to disk, and only then deliver the message. A message to this node itself becomes `Received`.
 
-    Where that fails, answer with `PledgeFailed`.
+    If the write fails, answer with `PledgeFailed`.
     """
 
     record: VoteRecord
@@ -254,7 +254,7 @@ class Pledge:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """`peer` follows an older plan: send it ours as the operator signed it."""
+    """`peer` follows an older plan: send it our plan with the operator's signature."""
 
     peer: str
 
@@ -269,7 +269,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class RunExchange:
-    """All-reduce the frozen pseudo-gradients; answer with `ExchangeDone` whatever happens to others."""
+    """All-reduce the frozen pseudo-gradients. Always answer with `ExchangeDone`, even if other members fail."""
 
     round_id: RoundId
     start: dp.Start
@@ -279,7 +279,7 @@ class RunExchange:
 
 @dataclass(frozen=True)
 class Complete:
-    """Repair and zero parts as settled, stage the outer step; answer with `Staged` or `Failed`."""
+    """Repair and zero parts as `settle` says, then stage the outer step. Answer with `Staged` or `Failed`."""
 
     round_id: RoundId
     settle: dp.Settle
@@ -296,10 +296,10 @@ class AskCoordinator:
 
 @dataclass(frozen=True)
 class Release:
-    """The attempt is over here without a commit: stop its exchange.
+    """The attempt ended here without a commit: stop its exchange.
 
-    `thaw`: nobody saw the snapshot, so it is given up and the next one holds all progress. What was staged under a
-    vote of ours stays, because it may still be committed.
+    `thaw`: no other member saw the snapshot, so it is dropped and the next snapshot contains all progress. A staged
+    result that this node voted for stays, because it may still be committed.
     """
 
     round_id: RoundId
@@ -307,16 +307,16 @@ class Release:
 
 
 class Counted(Enum):
-    """What of a node's progress a committed result holds."""
+    """How much of a node's progress a committed result contains."""
 
-    NOTHING = auto()  # all of it remains progress
-    SNAPSHOT = auto()  # only what was trained since remains
-    UNKNOWN = auto()  # a snapshot that made room for a later one, or the result is not known: none remains
+    NOTHING = auto()  # all of the progress is kept
+    SNAPSHOT = auto()  # only what was trained since the snapshot remains
+    UNKNOWN = auto()  # unknown, or a snapshot that was replaced since: nothing remains
 
 
 @dataclass(frozen=True)
 class Install:
-    """The round is committed: the state that `head` names becomes the anchor, where this node holds its layers."""
+    """The round is committed. The state that `head` names becomes the anchor, if this node holds its layers."""
 
     head: Head
     opened_here: bool  # this node opened the round, so it reports and evaluates
@@ -325,14 +325,17 @@ class Install:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Others are ahead: fetch their head; answer with `HeadMoved`."""
+    """Others are ahead: fetch their head. Answer with `HeadMoved`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class ContributorsMissing:
-    """A reducer says that its sums lack these, whose tokens do not count then. It is believed, so it is named."""
+    """A reducer reports that its sums lack these contributors, whose tokens then do not count.
+
+    Logged, as it is not proven.
+    """
 
     round_id: RoundId
     reducer: str

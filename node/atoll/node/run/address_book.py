@@ -1,4 +1,4 @@
-"""Addresses in the DHT: publish this node's address, look up the addresses of the plan's members."""
+"""Addresses in the DHT: publishes this node's address and looks up the addresses of the plan's members."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from atoll.node.swarm.host import SwarmHost
 ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 ADDRESS_RETRY = timedelta(seconds=5)
-ADDRESS_CHECK_INTERVAL = timedelta(seconds=3)  # a node behind NAT learns only later that it needs a relay
+ADDRESS_CHECK_INTERVAL = timedelta(seconds=3)  # a node behind NAT discovers only later that it needs a relay
 FIRST_LOOKUP_INTERVAL = timedelta(seconds=2)  # while a member of the plan has no record; doubles up to the refresh
 
 _log = log.get("daemon")
 
 
 class AddressBook:
-    """Keeps this node's DHT record fresh and the members of the plan dialable."""
+    """Keeps this node's DHT record current, and keeps the addresses of the plan's members known."""
 
     def __init__(self, host: SwarmHost, directives: Directives, peer_id: str) -> None:
         self._host = host
@@ -43,7 +43,7 @@ class AddressBook:
 
     async def look_up(self) -> None:
         """Look up the members of the plan until all can be dialled, and again for each plan, until cancelled."""
-        missing: set[str] = set()  # of the plan's members: no record of them was found
+        missing: set[str] = set()  # members of the plan without a known record
         version, pause = 0, FIRST_LOOKUP_INTERVAL
         while True:
             plan = self._directives.plan

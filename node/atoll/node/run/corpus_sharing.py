@@ -1,9 +1,9 @@
-"""The run's corpus among members: this node gives what it has, and reads for its trainer what others have.
+"""Exchange of the run's corpus among members: this node serves its blocks, and fetches blocks for its trainer.
 
-A seed with `--data` gives a whole corpus, so that a run needs no other mirror. A node gives what it fetched or has in a
-directory. Its trainer processes read over a private socket (`data/peer_socket.py`), from the first moment on: before
-the node has joined, they are told that nothing is here yet. Members are known from the seeds, the plan, and before the
-first plan from the DHT.
+A seed with `--data` serves a whole corpus, so a run needs no other mirror. A node serves what it fetched or has in a
+directory. Its trainer processes read over a private socket (`data/peer_socket.py`) from their start; before the node
+has joined, the socket answers that nothing is available yet. Members are known from the seeds and the plan, and before
+the first plan from the DHT.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class CorpusSharing:
     def __init__(
         self, spec: RunSpec, directory: Path | None, cache: Path, sockets: Path, clock: Clock, *, is_seed: bool
     ) -> None:
-        """`directory`: the owner's own corpus; `cache`: the folder with all corpora that trainers fetched.
+        """`directory`: the owner's own corpus. `cache`: the folder of all corpora that trainers fetched.
 
-        The socket is in `sockets`.
+        `sockets`: the folder of the socket.
         """
         assert spec.data.corpus is not None
         self.socket_path = sockets / SOCKET_NAME
@@ -51,10 +51,10 @@ class CorpusSharing:
         self._socket = PeerSocket(self.socket_path)
         self._server: BlockServer | None = None
         self._client: BlockClient | None = None
-        self._found: tuple[str, ...] = ()  # members that published their addresses
+        self._found: tuple[str, ...] = ()  # members whose addresses are in the DHT
 
     async def start(self) -> None:
-        """Serve the node's own trainer. A seed first checks its directory: raises `CorpusError`."""
+        """Start the socket for the node's own trainer. A seed first checks its directory, and raises `CorpusError`."""
         if self._directory is not None and self._is_seed:
             has = await self._files.in_thread(self._files.require_directory)
             _log.info("corpus_shared", directory=str(self._directory), has=has)
@@ -68,7 +68,7 @@ class CorpusSharing:
         seeds: Callable[[], Sequence[str]],
         may_share: Callable[[], bool],
     ) -> None:
-        """Serve other members, and read from them. `seeds`: the addresses of the run's seeds."""
+        """Serve other members and read from them. `seeds` returns the addresses of the run's seeds."""
 
         read, known = seeds(), tuple(readable_seeds(seeds()))
 
@@ -76,7 +76,7 @@ class CorpusSharing:
             nonlocal read, known
             if seeds() is not read:
                 read = seeds()
-                with suppress(ConfigError):  # of these seeds no address parses: the others stay
+                with suppress(ConfigError):  # no address of the new seeds parses: keep the old ones
                     known = tuple(readable_seeds(read))
             plan = directives.plan
             return KnownMembers(known, plan.members if plan is not None else self._found)
@@ -85,7 +85,7 @@ class CorpusSharing:
         self._client = self._socket.client = BlockClient(host, self._run_id, self._files, members, self._clock)
 
     async def look_up(self, host: SwarmHost, directives: Directives) -> None:
-        """Find members in the DHT until there is a plan, which names them."""
+        """Find members in the DHT until a plan names them."""
         while directives.plan is None:
             try:
                 self._found = tuple(await host.lookup_addresses())

@@ -1,6 +1,6 @@
-"""What the coordinator changes of this node's credentials while it runs: certificates, authorities, deny-list, seeds.
+"""Updates of this node's credentials from the coordinator: certificates, authorities, deny-list, seeds.
 
-The link uses the newest ones, the gate of the swarm's host hears of them, and the next start finds them on disk.
+The link uses the newest credentials, the swarm host's gate receives them, and they are saved for the next start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = log.get("daemon")
 
 
 class CredentialUpdates:
-    """`link` is set when it is made, and `host` once the node has joined the swarm."""
+    """`link` is set right after construction, and `host` once the node has joined the swarm."""
 
     link: CoordinatorLink
 
@@ -29,13 +29,13 @@ class CredentialUpdates:
         self._coordinator_deny_list_older = False
 
     def renew(self, credentials: Credentials) -> None:
-        """The link has a new certificate."""
+        """Save the link's new certificate and pass it to the gate."""
         self._save()
         if self.host is not None:
             self.host.gate.set_membership(credentials.signed_membership())
 
     def take_deny_list(self, deny: DenyList, sealed: pb.Signed) -> None:
-        """Ban whom a verified deny-list names, and nobody else; keep it if it is newer."""
+        """Ban exactly the peers of a verified deny-list. Save the list if it is newer."""
         known = self.link.credentials.verified_deny_list().number
         self._coordinator_deny_list_older = deny.number < known
         if deny.number > known:
@@ -45,11 +45,11 @@ class CredentialUpdates:
             self.host.gate.set_deny_list(deny)
 
     def deny_list_for_coordinator(self) -> pb.Signed | None:
-        """Return this node's deny-list if the coordinator's is older, as after a restore from a backup."""
+        """Return this node's deny-list if the coordinator's list is older, for example restored from a backup."""
         return pb.Signed.FromString(self.link.credentials.deny_list) if self._coordinator_deny_list_older else None
 
     def take_authorities(self, sealed: pb.Signed) -> None:
-        """Trust the coordinator's new CA too, or no longer the old one; the link renews the certificate."""
+        """Adopt the coordinator's list of authorities: a new CA is trusted, or an old one is not any more."""
         known = self.link.credentials
         try:
             self.link.credentials = known.with_authorities(sealed)
@@ -59,14 +59,17 @@ class CredentialUpdates:
             self._save()
 
     def take_seeds(self, seeds: tuple[str, ...]) -> None:
-        """Use other seeds, now and at the next start."""
+        """Replace the seeds, now and for the next start."""
         if self.host is not None:
-            self.host.set_seeds(seeds)  # raises for addresses that the next start could not use either
+            self.host.set_seeds(seeds)  # raises for addresses that the next start could not use
         self.link.credentials = self.link.credentials.with_seeds(seeds)
         self._save()
 
     def _save(self) -> None:
-        """Save the credentials for the next start. After a failed write the node goes on; the next change retries."""
+        """Save the credentials for the next start.
+
+        If the write fails, the node continues and the next change retries.
+        """
         try:
             self.link.credentials.save(self._data_dir)
         except AtollError as error:

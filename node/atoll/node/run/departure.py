@@ -1,6 +1,6 @@
-"""How a node leaves its run: told by its owner, a signal or the operator, it drains, and stops or moves to another run.
+"""How a node leaves its run: it drains after an order or a signal, then stops or moves to another run.
 
-The first signal drains within a deadline; a second one stops at once.
+The first signal drains within a deadline; a second signal stops at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from atoll.node.run.status import LiveStatus
 from atoll.v1 import membership_pb2 as mb
 
 DRAIN_TIMEOUT = timedelta(seconds=30)
-STOP_TIMEOUT = timedelta(seconds=105)  # those who start nodes kill them after 120 s (deploy/)
-DRAINED_STAGE_LINGER = timedelta(seconds=20)  # a drained stage serves its layers so long before it leaves
+STOP_TIMEOUT = timedelta(seconds=105)  # service managers kill the node after 120 s (deploy/)
+DRAINED_STAGE_LINGER = timedelta(seconds=20)  # for which a drained stage serves its layers before it leaves
 _FLUSH_TIMEOUT = timedelta(seconds=5)
-_MOVE_PAUSES = tuple(timedelta(seconds=2**power) for power in range(5))  # after tries to move
+_MOVE_PAUSES = tuple(timedelta(seconds=2**power) for power in range(5))  # after each failed attempt to move
 _ORDERS_TO_LEAVE = (mb.ORDER_DRAIN, mb.ORDER_MOVE)
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Departure:
     def __init__(
         self, config: NodeConfig, status: LiveStatus, directives: Directives, link: CoordinatorLink, clock: Clock
     ) -> None:
-        self.stop_asked = False  # by a signal, the owner or the operator: no further run
+        self.stop_asked = False  # by a signal, the owner or the operator: the node joins no further run
         self.stop_by = math.inf  # monotonic
         self._config = config
         self._status = status
@@ -50,12 +50,12 @@ class Departure:
         self._clock = clock
         self._told = asyncio.Event()
         self._reason, self._why = "left", mb.NODE_REASON_STOPPED
-        self._moves = False  # leaves this run for another one
+        self._moves = False  # the node leaves this run for another one
         self._drain_timeout = DRAIN_TIMEOUT
 
     @property
     def goes_on(self) -> bool:
-        """Whether the node leaves for another run."""
+        """Whether the node leaves for another run and does not stop."""
         return self._moves and not self.stop_asked
 
     def leave(self, reason: str, why: mb.NodeReason = mb.NODE_REASON_STOPPED) -> None:
@@ -64,18 +64,18 @@ class Departure:
         self._told.set()
 
     def stop(self, reason: str, *, drain: bool = True) -> None:
-        """The owner wants it: for good, and without waiting for the round unless it is to `drain`."""
+        """Stop for good, as the owner wants. With `drain`, the node first finishes the round."""
         self.stop_asked = True
         if not drain:
             self._drain_timeout = timedelta(0)
         self.leave(reason)
 
     async def told(self) -> None:
-        """Wait until the node is told to leave."""
+        """Wait until the node is ordered to leave."""
         await self._told.wait()
 
     async def unless_told(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Do this work; end it and return None if the node is told to leave first."""
+        """Await `work`. If the node is told to leave first, cancel it and return None."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._told.wait())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +86,7 @@ class Departure:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     def catch_signals(self) -> None:
-        """Leave at SIGTERM and SIGINT."""
+        """Leave on SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
 
         def on_signal(number: signal.Signals) -> None:
@@ -103,12 +103,13 @@ class Departure:
             loop.add_signal_handler(number, on_signal, number)
 
     async def leave_when_ordered(self, *, trains: bool) -> None:
-        """Wait for the operator's word: a drain, another run, or the end of the run of a node that `trains`."""
+        """Wait for the coordinator to order a drain or a move, or to end the run if this node `trains`."""
         directives = self._directives
 
         def must_leave() -> bool:
             if directives.order == mb.ORDER_MOVE and self._config.stay_in_run:
-                return directives.run_state == mb.RUN_STATE_UNSPECIFIED  # it has moved already: its answer was lost
+                # the node has moved already, and the answer was lost
+                return directives.run_state == mb.RUN_STATE_UNSPECIFIED
             stopped = trains and directives.run_state == mb.RUN_STATE_STOPPED
             return stopped or directives.order in _ORDERS_TO_LEAVE
 
@@ -124,9 +125,9 @@ class Departure:
             self.leave("the operator stopped the run", mb.NODE_REASON_RUN_STOPPED)
 
     async def drain(self, me: str, finish_round: Callable[[timedelta], Awaitable[object]] | None) -> None:
-        """Finish the round if it ends in time, send the last reports, and announce the leave, or move.
+        """Finish the round if it ends in time, send the last reports, then announce the leave or move.
 
-        `finish_round` gets the time that it has; None: this node takes part in none.
+        `finish_round` receives its time limit; None: this node takes part in no rounds.
         """
         if not self._moves:
             sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), "STOPPING=1")
@@ -155,7 +156,8 @@ class Departure:
     async def _move(self) -> None:
         """Become a member of the run that this node is assigned to.
 
-        Out of the coordinator's reach, the next daemon begins in the old run and is told again. Raises other errors.
+        If the coordinator is unreachable, the next daemon starts in the old run and receives the order again. Raises
+        other errors.
         """
         for pause in _MOVE_PAUSES:
             try:

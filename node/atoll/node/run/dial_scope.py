@@ -1,4 +1,4 @@
-"""What this node may dial, from its configuration and the swarm that it joined (`direct/dial_policy.py`)."""
+"""Which addresses this node may dial, from its configuration and its swarm (`direct/dial_policy.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = log.get("daemon")
 
 
 async def dial_policy(config: NodeConfig, credentials: Credentials) -> DialPolicy:
-    """Resolve the coordinator's name, since its address shows whether this is a swarm of private addresses."""
+    """Build the policy. Resolves the coordinator's name, because a private address there allows private addresses."""
     host = split_endpoint(credentials.coordinator)[0]
     policy = DialPolicy.for_swarm(
         await asyncio.to_thread(_addresses_of, host),

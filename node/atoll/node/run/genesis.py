@@ -1,6 +1,6 @@
-"""Genesis (round 0): the chosen node draws the initial parameters and signs their digests; the others fetch them.
+"""Genesis (round 0): the chosen node creates the initial parameters and signs their digests; the others fetch them.
 
-Of a fork it takes them from a checkpoint of another run on its disk. Momentum, optimizer and data begin anew.
+In a fork, the parameters come from a checkpoint of another run on its disk. Momentum, optimiser and data start again.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import manifest_pb2
 
-GENESIS_ANCHOR, GENESIS_MOMENTUM = "genesis.f32", "genesis-momentum.f32"  # unlinked at once
+GENESIS_ANCHOR, GENESIS_MOMENTUM = "genesis.f32", "genesis-momentum.f32"  # removed from the directory at once
 
 
 @dataclass(frozen=True)
 class Genesis:
-    """Round 0, and the state of all layers."""
+    """Round 0 with the state of all layers."""
 
     head: Head
     state: AnchorState  # in the trainer's memory if the trainer holds all layers
-    source_manifest: bytes  # payload, of the round with which a fork begins; empty: new weights
+    source_manifest: bytes  # manifest payload of the round with which a fork begins; empty: new weights
 
 
 async def write_genesis(
     trainer: Trainer, identity: Identity, spec: RunSpec, run_dir: Path, clock: Clock
 ) -> Genesis | Refusal:
-    """Initialise the model and sign round 0; of a fork, say why not if its source is not here."""
+    """Initialise the model and sign round 0. In a fork, return a refusal if its source is not usable here."""
     begun = await _begin(trainer, spec, run_dir)
     if isinstance(begun, Refusal):
         return begun
@@ -65,7 +65,7 @@ async def write_genesis(
 
 
 async def _begin(trainer: Trainer, spec: RunSpec, run_dir: Path) -> tuple[AnchorState, bytes] | Refusal:
-    """The state of round 0; of a fork, with the manifest of its source."""
+    """The state of round 0. In a fork, also the manifest of its source."""
     if spec.fork is None:
         return await _initial_state(trainer, run_dir), b""
     return await asyncio.to_thread(_state_of_source, trainer, spec.fork, run_dir)
@@ -82,12 +82,12 @@ def _state_of_source(trainer: Trainer, fork: ForkSection, run_dir: Path) -> tupl
         return source
     try:
         return _state(trainer, run_dir, source.anchor_E), source.manifest
-    except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
+    except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is short
         return resources_refusal(error, run_dir.parent)
 
 
 async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
-    """Draw new weights. They lie in an unlinked mapped file if the trainer does not hold all layers."""
+    """Create new weights. They are in an unlinked mapped file if the trainer does not hold all layers."""
     facts = trainer.facts
     if facts.holds_all:
         await trainer.initialise()
@@ -103,17 +103,17 @@ async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
 
 
 def _state(trainer: Trainer, run_dir: Path, anchor: Tensor) -> AnchorState:
-    """The state with these weights. For a model larger than the trainer, momentum takes no memory."""
+    """The state with these weights. If the trainer does not hold all layers, the momentum takes no memory."""
     facts = trainer.facts
     momentum = None if facts.holds_all else _mapped_zeros(run_dir / GENESIS_MOMENTUM, facts.elements)
     return AnchorState(anchor, facts.layer_offsets, momentum_E=momentum)
 
 
 def _mapped_vector(path: Path, elements: int) -> Tensor:
-    """fp32 [`elements`] on disk instead of in memory. Raises `OSError` without room for it."""
+    """Create a vector, fp32 [`elements`], on disk instead of in memory. Raises `OSError` if there is no space."""
     with path.open("wb") as file:
         path.unlink()  # the mapping keeps its bytes
-        os.posix_fallocate(file.fileno(), 0, FP32_BYTES * elements)  # else a full disk would end the process later
+        os.posix_fallocate(file.fileno(), 0, FP32_BYTES * elements)  # otherwise a full disk would end the process later
         return torch.from_file(_name_of(file), shared=True, size=elements, dtype=torch.float32)
 
 

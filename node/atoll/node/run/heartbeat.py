@@ -27,7 +27,7 @@ AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
 
 class HeartbeatBuilder:
-    """Builds heartbeats and remembers what the coordinator has been sent already."""
+    """Builds heartbeats and remembers which facts the coordinator already has."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class HeartbeatBuilder:
         manifest_answer: Callable[[], mb.ManifestAnswer | None],
         promised: Callable[[], Promised | None],
     ) -> None:
-        """`checkpoints` returns those on disk; the tuple stays the same object until they change.
-        `former_checkpoints` returns those of other runs, as at the start.
+        """Arguments are functions that return the current values.
 
-        `config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
-        `manifest_answer` returns an answer to the coordinator's question for rounds, once. `promised` returns the
-        newest promise that is on disk.
+        `checkpoints`: those on disk; the same tuple object until they change. `former_checkpoints`: those of other
+        runs, as at the start. `config`: the limits in force. `newer_deny_list`: a list that the coordinator lacks, if
+        any. `manifest_answer`: the answer to the coordinator's request for rounds, once. `promised`: the newest promise
+        on disk.
         """
         self.host: SwarmHost | None = None  # set once the node has joined the swarm
         self.prober: PathProber | None = None
@@ -67,7 +67,7 @@ class HeartbeatBuilder:
         self._paths_sent_monotonic = float("-inf")
 
     def build(self, first: bool) -> mb.HeartbeatRequest:
-        """Build the next heartbeat; `first`: the first one of a stream, which repeats all facts."""
+        """Build the next heartbeat. The first one of a stream repeats all facts."""
         status, facts = self._status, self._status.facts
         request = mb.HeartbeatRequest(status=status.to_proto(*bytes_sent(self.host)))
         if first:
@@ -107,7 +107,7 @@ class HeartbeatBuilder:
         return request
 
     def _new_paths(self, first: bool) -> list[mb.PeerPath]:
-        """Paths measured since the last heartbeat; all of them in the first one of a stream."""
+        """Paths measured since the last heartbeat; all paths in the first heartbeat of a stream."""
         if self.prober is None or self.host is None:
             return []
         since = float("-inf") if first else self._paths_sent_monotonic
@@ -121,7 +121,7 @@ class HeartbeatBuilder:
 
 
 def bytes_sent(host: SwarmHost | None) -> tuple[int, int]:
-    """Bytes sent to peers for averaging, and for everything else."""
+    """Bytes sent to peers: for averaging, and for everything else."""
     if host is None:
         return 0, 0
     averaging = sum(host.bytes_sent(name) for name in AVERAGING_PROTOCOLS)

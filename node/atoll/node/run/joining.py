@@ -1,4 +1,4 @@
-"""How a daemon joins its run's swarm: on the ports of its last start, through the seeds that its credentials name."""
+"""Joins a run's swarm, on the ports of the last start and through the seeds of the credentials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = log.get("daemon")
 
 @dataclass(frozen=True)
 class Joining:
-    """What a node needs to join."""
+    """Everything that a node needs to join."""
 
     config: NodeConfig
     identity: Identity
@@ -35,7 +35,7 @@ class Joining:
     async def join(self, *, seeds_optional: bool) -> SwarmHost:
         """Join on the port of the last start, if it is free: other members remember that address.
 
-        `seeds_optional`: go on if no seed answers yet; only a node's first start must find one.
+        `seeds_optional`: continue if no seed answers. Only a node's first start must reach one.
         """
         config = self.config
         ports = [config.port] if config.port else [*remembered_port(config.data_dir), 0]

@@ -1,4 +1,4 @@
-"""The inner optimiser's state from a stop of this node to its next start. The node goes on without it if that fails."""
+"""Keeps the inner optimiser's state from a stop of this node to its next start. Failures are logged only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = log.get("session")
 
 
 class OptimizerTrainer(Protocol):
-    """What is needed of a trainer."""
+    """The methods of a trainer that are needed here."""
 
     async def keep_optimizer(self, path: Path, *, timeout: timedelta) -> None: ...
 
@@ -23,7 +23,7 @@ class OptimizerTrainer(Protocol):
 
 
 class KeptOptimizer:
-    """The file of one run."""
+    """The optimiser's file of one run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / OPTIMIZER
@@ -37,15 +37,15 @@ class KeptOptimizer:
             self._forget_unfinished()
 
     async def restore(self, trainer: OptimizerTrainer) -> None:
-        """Give `trainer` the state, once. Raises `ChildDied`; the next trainer then begins without it."""
-        self._forget_unfinished()  # of a process that was killed while it wrote
+        """Restore the state into `trainer`, once. Raises `ChildDied`; the next trainer then starts without it."""
+        self._forget_unfinished()  # left by a process that was killed during the write
         if not self._path.exists():
             return
         try:
             await trainer.restore_optimizer(self._path)
             _log.info("optimiser's state restored")
         except ChildDied:
-            self._path.unlink(missing_ok=True)  # it may be why the trainer died
+            self._path.unlink(missing_ok=True)  # the file may be why the trainer died
             raise
         except AtollError as error:
             _log.warning("optimiser's state not restored", reason=str(error))

@@ -1,7 +1,7 @@
 """Committed state that this node holds of a run: its layers now, layers of earlier plans, layers prefetched for a plan.
 
-Other members can fetch all of it (`/atoll/state/1`). The session says for which layers the trainer has memory. Their
-state comes from layers held earlier or prefetched, else from the last checkpoint, else from other members.
+Other members can fetch all of it (`/atoll/state/1`). The session determines for which layers the trainer has memory.
+Their state comes from layers held earlier or prefetched, otherwise from the last checkpoint or from other members.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class LocalState:
     def __init__(self, sources: StateSources) -> None:
         self.head: Head | None = None
         self.state: AnchorState | None = None
-        self.engine: AveragingEngine | None = None  # moves the state now
+        self.engine: AveragingEngine | None = None  # the engine that moves the state now
         self._missing_layers: frozenset[int] = frozenset()  # layers of the state that must be fetched
-        self.lost: frozenset[int] = frozenset()  # missing layers that no answering member has at the head
-        self._base_without_checkpoint = b""  # manifest hash of the base for which there is no checkpoint here
+        self.lost: frozenset[int] = frozenset()  # missing layers that no member that answered has at the head
+        self._base_without_checkpoint = b""  # manifest hash of a base without a checkpoint here
         self._previous_spans = PreviousSpans()  # layers held under earlier plans
         self._facts: TrainerFacts | None = None
         self._sources = sources
@@ -72,7 +72,7 @@ class LocalState:
         )
 
     async def hold(self, trainer: Trainer) -> None:
-        """Put the committed state of the trainer's layers into its memory, as far as this node has it."""
+        """Copy the committed state of the trainer's layers into its memory, as far as this node has it."""
         self._facts = trainer.facts
         layers, before = trainer.facts.held_layers, self.state
         if not layers:
@@ -90,7 +90,7 @@ class LocalState:
         await self._fill_missing()
 
     def begin(self, head: Head, state: AnchorState) -> None:
-        """Take the state of the genesis that this node wrote: all layers, perhaps more than it trains."""
+        """Take the state of the genesis that this node wrote. It has all layers, possibly more than the node trains."""
         self._sources.manifests.append(head)
         self.state, self._missing_layers = state, frozenset()
         self.moved(head)
@@ -146,7 +146,7 @@ class LocalState:
         self._drop_unneeded(head)
 
     def checkpoint_state(self) -> CheckpointState | None:
-        """Return the state for a checkpoint; None while this node has no head or lacks layers of it."""
+        """Return the state for a checkpoint; None while this node has no head or lacks some of its layers."""
         if self.head is None or self.state is None or self._facts is None or self._missing_layers:
             return None
         layers = LayerLayout.of(self._facts.layers, self.state.layers)
@@ -167,7 +167,7 @@ class LocalState:
         self.moved(found.head)
 
     async def _return_to_base(self, plan: Plan) -> None:
-        """Go back to the base of the run, an earlier round: load its checkpoint; layers that it lacks are fetched."""
+        """Return to the run's base, an earlier round: load its checkpoint. Missing layers are fetched later."""
         assert self._facts is not None
         assert self.state is not None
         if self._base_without_checkpoint == plan.base.manifest_hash:
@@ -214,20 +214,21 @@ class LocalState:
     def _followed_layers(self) -> CurrentLayers:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
         if self.state is None or self._missing_layers or self.engine is None:
-            return CurrentLayers(offsets)  # no layer here follows the rounds
+            return CurrentLayers(offsets)  # no layer here takes part in rounds
         return CurrentLayers(offsets, self.state.layers, self.engine.head)
 
     def _idle_states(self) -> tuple[tuple[Head, AnchorState], ...]:
-        """States that nothing changes: held under earlier plans, or prefetched for a plan to come.
+        """States that do not change: of earlier plans, or prefetched for a later plan.
 
-        Prefetched state is served only if it is current: an older one would hide that layers are lost.
+        Prefetched state is served only if it is current, because outdated layers would hide that their newest version
+        is lost.
         """
         head = self.engine.head if self.engine is not None else self.head
         fetched = (*self.prefetcher.held, *self.prefetcher.set_aside)
         return (*self._previous_spans.held, *(item for item in fetched if head is None or is_current_at(item, head)))
 
     def _states_not_moving(self) -> tuple[tuple[Head, AnchorState], ...]:
-        """States that no engine moves, the present one included."""
+        """States that no engine changes, including the current one if there is no engine."""
         if self.state is None or self.head is None or self._missing_layers or self.engine is not None:
             return self._previous_spans.held
         return (*self._previous_spans.held, (self.head, self.state))

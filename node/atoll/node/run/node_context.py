@@ -20,7 +20,7 @@ from atoll.node.wire.traffic import Traffic
 
 @dataclass(frozen=True)
 class NodeContext(RunMember):
-    """The member with the services and settings of its session; the daemon builds it once."""
+    """This member with the services and settings of its session. The daemon builds it once."""
 
     trainer_config: TrainerConfig
     directives: Directives
@@ -34,7 +34,7 @@ class NodeContext(RunMember):
     preload: TrainerPreload | None  # the first trainer, started with `trainer_config`
 
     def state_sources(self) -> StateSources:
-        """From what the committed state is read, and to what it is written."""
+        """The services from which the committed state is read and to which it is written."""
         return StateSources(
             self.network,
             self.spec.run.name,

@@ -1,4 +1,4 @@
-"""The trainer of a session: it is started with a span, limited as its owner says, watched, and stopped."""
+"""A session's trainer: starts it with a span, applies the owner's limits, watches it and stops it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OwnTrainer:
         self._kept_optimizer = KeptOptimizer(context.run_dir)
 
     async def start(self, span: tuple[int, int] | None) -> Trainer:
-        """Start a trainer that has loaded these layers and the corpus: the preloaded one, if it has them."""
+        """Start a trainer with these layers and the corpus loaded; use the preloaded trainer if it has these layers."""
         context = self._context
         loaded_with = context.trainer_config
         preload, self._preload = self._preload, None
@@ -47,13 +47,13 @@ class OwnTrainer:
                 child, config, timeout=LOAD_TIMEOUT, on_progress=context.status.show_loading_progress
             )
         self.current = trainer
-        if self._config != loaded_with:  # `atoll set` changed it meanwhile
+        if self._config != loaded_with:  # `atoll set` changed the limits meanwhile
             await trainer.limit(self._config)
         context.status.facts, context.status.trainer = trainer.facts, trainer
         return trainer
 
     async def limit(self, config: TrainerConfig) -> None:
-        """Apply limits to this trainer and later ones. Raises `ModelTooLarge`, and then changes nothing."""
+        """Apply limits to this trainer and later ones. Raises `ModelTooLarge` without changing anything."""
         if self.current is not None:
             with contextlib.suppress(ChildDied):  # the next trainer starts with them
                 await self.current.limit(config)
@@ -66,24 +66,24 @@ class OwnTrainer:
             await trainer.stop(_STOP_TIMEOUT)
 
     async def keep_optimizer(self, timeout: timedelta) -> None:
-        """Keep the inner optimiser's state for the next start of this node."""
+        """Write the inner optimiser's state for the next start of this node."""
         if self.current is not None and not self.current.died.done():
             await self._kept_optimizer.keep(self.current, timeout)
 
     async def restore_optimizer(self, trainer: Trainer) -> None:
-        """Give `trainer` the state that an earlier process kept."""
+        """Restore the state that an earlier process wrote into `trainer`."""
         await self._kept_optimizer.restore(trainer)
 
 
 async def unless_trainer_dies(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
-    """Do this work. Raises `ChildDied` if the trainer ends first."""
+    """Await `work`. Raises `ChildDied` if the trainer ends first."""
     task = asyncio.ensure_future(work)
     await wait_any_or_trainer_death(trainer, task)
     return task.result()
 
 
 async def wait_any_or_trainer_death(trainer: Trainer, *tasks: asyncio.Future[Any]) -> None:
-    """Wait for one of the tasks and raise its error, or `ChildDied` if the trainer ended first."""
+    """Wait until one of the tasks ends, and raise its error; raise `ChildDied` if the trainer ends first."""
     try:
         waiting: list[asyncio.Future[Any]] = [*tasks, trainer.died]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

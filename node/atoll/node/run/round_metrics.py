@@ -1,4 +1,4 @@
-"""What each round costs this node: the change of its counters from one committed round to the next."""
+"""The costs of each round on this node: changes of its counters from one committed round to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atoll.v1 import membership_pb2 as mb
 
 @dataclass(frozen=True)
 class _Counters:
-    """Counters at one moment. Those of training belong to one trainer process and begin again with the next."""
+    """Counters at one moment. The training counters start again with each trainer process."""
 
     trainer: Trainer | None
     tokens: int
@@ -37,7 +37,7 @@ class RoundMetrics:
         self._counters: _Counters | None = None
 
     def head_moved(self, head: Head) -> mb.NodeMetrics | None:
-        """Metrics of the time since the head before; None at the first head, and at one that is not newer."""
+        """Metrics since the previous head; None at the first head and at a head that is not newer."""
         before, since, at = self._counters, self._head, self._at
         self._head, self._at, self._counters = head, self._clock.monotonic(), self._read()
         if before is None or since is None or head.round <= since.round:
@@ -78,5 +78,5 @@ class RoundMetrics:
 
 
 def _finite(value: float) -> float:
-    """The value, or 0, which means that it was not measured: the coordinator refuses others."""
+    """The value, or 0 (not measured) if it is negative or not finite: the coordinator refuses such values."""
     return max(0.0, value) if math.isfinite(value) else 0.0

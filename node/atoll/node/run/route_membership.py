@@ -1,6 +1,6 @@
-"""This node's stage of a route, connected to its neighbours while the plan has one, until the session ends.
+"""This node's stage of a route: connected to its neighbours while the plan gives it one, until the session ends.
 
-A route that a new plan leaves unchanged keeps running; any other change starts it anew.
+A route that a new plan does not change keeps running. Any change restarts the route.
 """
 
 from __future__ import annotations
@@ -91,11 +91,14 @@ class RouteMembership:
                 if codecs is not None:
                     tasks.create_task(codecs.run())
                 await connection.run()
-        except* ChildDied:  # the session notices the trainer's death itself
+        except* ChildDied:  # the session detects the trainer's death itself
             pass
 
     async def until_driver_leaves(self, timeout: timedelta) -> None:
-        """Wait on a later stage until the route breaks: the first stage (the driver) may still need it."""
+        """On a stage that is not the first: wait until the route breaks.
+
+        The driver may still need this stage until then.
+        """
         if self.place is None or self.place.stage == 0 or self._connection is None:
             return
         with suppress(TimeoutError):
@@ -103,7 +106,7 @@ class RouteMembership:
                 await self._connection.until_broken()
 
     async def leave(self) -> None:
-        """Disconnect from the neighbours and discard the flush under way."""
+        """Disconnect from the neighbours and discard the current flush."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)

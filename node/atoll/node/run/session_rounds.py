@@ -1,4 +1,4 @@
-"""Round engine of a training session: connect it to the session's services, the coordinator's vote and the plan."""
+"""Creates the round engine of a training session, with its services and the coordinator's vote."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def ask_coordinator(link: CoordinatorLink, round_id: RoundId, proposal: by
 
 
 def is_only_holder(plan: Plan | None, peer_id: str, head: Head) -> bool:
-    """Report whether, on a route, no other holder of some changed layer took part in the head's round."""
+    """Return whether this node is on a route and alone held some changed layer in the head's round."""
     if plan is None or plan.is_replica(peer_id):
         return False
     mine, changed = plan.span(peer_id), changed_layers(head.manifest)

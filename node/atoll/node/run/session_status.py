@@ -20,29 +20,29 @@ class SessionStatus:
 
     @property
     def may_train(self) -> bool:
-        """Neither the owner nor the operator has paused training."""
+        """Whether neither the owner nor the operator has paused training."""
         return not self.pause_reason and self._context.directives.run_state != mb.RUN_STATE_PAUSED
 
     @property
     def rests(self) -> bool:
-        """The owner or a limit has paused training: this node leaves the plan after a last round."""
+        """Whether the owner or a limit has paused training. The node then leaves the plan after a last round."""
         return bool(self.pause_reason)
 
     @property
     def only_votes(self) -> bool:
-        """The plan keeps this node as a voter while it rests: without its vote nobody could decide the next round."""
+        """Whether the plan keeps this paused node as a voter, because no quorum is possible without it."""
         plan = self._context.directives.plan
         return self.rests and plan is not None and self._context.identity.peer_id in plan.standbys
 
     @property
     def in_plan(self) -> bool:
-        """The newest plan has a place for this node."""
+        """Whether the newest plan has a place for this node."""
         plan = self._context.directives.plan
         return plan is not None and self._context.identity.peer_id in plan.members
 
     @property
     def must_write_genesis(self) -> bool:
-        """The coordinator ordered genesis, and this node has not written it yet."""
+        """Whether the coordinator ordered genesis and this node has not written it yet."""
         return self._context.directives.order == mb.ORDER_WRITE_GENESIS and self._context.status.genesis_report is None
 
     def adopt_plan(self) -> Plan:
@@ -50,11 +50,11 @@ class SessionStatus:
         plan, status = self._context.directives.plan, self._context.status
         assert plan is not None
         status.plan_version, status.members = plan.version, len(plan.members)
-        status.genesis_report = None  # a plan proves that the coordinator has it
+        status.genesis_report = None  # a plan proves that the coordinator received it
         return plan
 
     def changed_since(self, plan_version: int, training: bool, resting: bool) -> bool:
-        """Report whether the plan has changed or left this node out, or whether training or a rest starts or ends."""
+        """Whether the plan changed or left this node out, or training or a rest starts or ends."""
         plan = self._context.directives.plan
         now = (plan.version, self.may_train, self.rests) if plan is not None else None
         return not self.in_plan or now != (plan_version, training, resting)
@@ -66,7 +66,7 @@ class SessionStatus:
             self._context.status.detail, self._context.status.reason = reason, why
 
     def enter_loading(self, died: str, *, reloading: bool) -> None:
-        """Report that a trainer loads. `died`: how the last one ended, if it was not to; `reloading`: other layers."""
+        """Report that a trainer loads. `died`: why the last one died, or empty. `reloading`: it loads other layers."""
         status = self._context.status
         if died:
             status.enter(mb.NODE_STATE_JOINING, died, mb.NODE_REASON_TRAINER_RESTARTS)
@@ -83,14 +83,14 @@ class SessionStatus:
             self._enter(mb.NODE_STATE_READY, self._why_waiting(), mb.NODE_REASON_WAITS_FOR_PLAN)
 
     def waiting_is_outdated(self) -> bool:
-        """Report whether `enter_waiting` would report another state or reason now."""
+        """Return whether `enter_waiting` would report another state or reason now."""
         status = self._context.status
         if bool(self.pause_reason) != (status.state == mb.NODE_STATE_PAUSED):
             return True
         return status.state == mb.NODE_STATE_READY and status.detail != self._why_waiting()
 
     def enter_following(self, plan: Plan, *, training: bool) -> None:
-        """Report what the node does under `plan`: it trains, is paused, or is a standby."""
+        """Report the node's activity under `plan`: it trains, is paused, or is a standby."""
         me = self._context.identity.peer_id
         if self.pause_reason and not training:
             self._enter(mb.NODE_STATE_PAUSED, self.pause_reason, self.pause_why)

@@ -35,7 +35,7 @@ class LiveStatus:
     detail: str = "starting"
     reason: mb.NodeReason = mb.NODE_REASON_LOADING
     facts: TrainerFacts | None = None
-    trainer: Trainer | None = None  # the newest one, also after it has stopped
+    trainer: Trainer | None = None  # the newest trainer, even after it has stopped
     counters: RoundCounters = field(default_factory=RoundCounters)
     head_round: int = 0
     head_hash: bytes = b""
@@ -49,10 +49,11 @@ class LiveStatus:
     trainer_restarts: int = 0
     route: RouteMembership | None = None
     local_state: LocalState | None = None
-    genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it; or a refusal
+    # kept until a plan shows that the coordinator has it; may be a refusal
+    genesis_report: mb.GenesisReport | None = None
 
     def forget_refusal(self) -> None:
-        """The coordinator knows that this node refused to write genesis; asked again, it tries again."""
+        """Forget a refusal to write genesis once the coordinator has it, so that the node can try again when asked."""
         if self.genesis_report is not None and self.genesis_report.refusal:
             self.genesis_report = None
 
@@ -103,7 +104,7 @@ class LiveStatus:
         return status
 
     def _reason(self, status: mb.NodeStatus) -> mb.NodeReason:
-        """Why the node does not train, or lags."""
+        """The reason why the node does not train or is slow."""
         if self.state == mb.NODE_STATE_TRAINING:
             if self.training.data_trouble:
                 return mb.NODE_REASON_WAITS_FOR_TEXT
@@ -115,7 +116,7 @@ class LiveStatus:
 
     @property
     def training(self) -> TrainerStatus:
-        """What the newest trainer last said; zeros before there is one."""
+        """The last status of the newest trainer; zeros if there was no trainer."""
         return self.trainer.status if self.trainer else TrainerStatus()
 
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class LiveStatus:
         }
 
     def _data_json(self) -> dict[str, Any]:
-        """Rows about the training text: how much came, and from where."""
+        """Rows about the training text: how much was fetched, and from where."""
         training = self.training
         fetched, trained = training.data_bytes_fetched, training.data_bytes_trained
         return {
@@ -167,7 +168,7 @@ class LiveStatus:
         }
 
     def _source_rows(self) -> list[dict[str, Any]]:
-        """What of each source the run has trained up to the head, and its held-out loss here, of several sources."""
+        """One row per source: tokens that the run trained up to the head, and this node's held-out loss on it."""
         progress = self.facts.mixture_progress if self.facts is not None else None
         trained = progress.at(self.data_position) if progress is not None and self.data_position is not None else ()
         rows: dict[str, dict[str, Any]] = {row.name: row._asdict() for row in trained}
@@ -177,7 +178,7 @@ class LiveStatus:
 
     @property
     def warnings(self) -> list[str]:
-        """What the owner should look at."""
+        """Warnings for the owner."""
         left_out = self.facts.text_left_out if self.facts is not None else ""
         return [f"training text: {left_out}"] if left_out else []
 

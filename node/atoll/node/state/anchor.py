@@ -1,7 +1,7 @@
 """The committed state of a run on this node: anchor and outer momentum, and the staged result of the next round.
 
-The vectors contain only the layers of this node's span. All other layer and element numbers in this module count in
-the whole model. The trainer shares the anchor's memory, so call `commit` only between two orders to the trainer.
+The vectors contain only the layers of this node's span. All other layer and element numbers in this module refer to the
+whole model. The trainer shares the anchor's memory, so call `commit` only between two orders to the trainer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LayerMap = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], I
 
 @dataclass(frozen=True)
 class Staged:
-    """A round's new state of its fragment, from element `start` on; kept apart until the round commits."""
+    """A fragment's new state after a round, from element `start` on. It is kept separate until the round commits."""
 
     start: int
     anchor_E: Tensor
     momentum_E: Tensor
-    layers: tuple[manifest_pb2.LayerState, ...]  # of the whole model, as they are after the commit
+    layers: tuple[manifest_pb2.LayerState, ...]  # of the whole model, after the commit
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class FetchedState:
 
 
 class OuterStepBuilder:
-    """The outer step of one fragment, computed part by part as the average arrives. Leaves the current state alone."""
+    """Computes the outer step of one fragment, part by part as the average arrives.
+
+    Does not change the current state.
+    """
 
     def __init__(self, state: AnchorState, fragment: Fragment, learning_rate: float, momentum: float) -> None:
         self._fragment = fragment
@@ -52,16 +55,19 @@ class OuterStepBuilder:
         self._made = torch.empty(fragment.elements), torch.empty(fragment.elements)
 
     def take(self, start: int, average_P: Tensor) -> None:
-        """Compute the step of the fragment's elements from `start` on. A second call for the same part replaces it."""
+        """Compute the step of the fragment's elements from `start` on.
+
+        A second call for the same part replaces the first result.
+        """
         part = slice(start, start + len(average_P))
         anchor_E, momentum_E = self._before
         anchor_P, momentum_P = (vector_E[part] for vector_E in self._made)
         outer_step(anchor_E[part], momentum_E[part], average_P, *self._schedule, (anchor_P, momentum_P))
 
     def finish(self, before: Head, each: LayerMap = map) -> Staged:
-        """Return the staged result with the layer digests of a commit after `before`. Every element must be stepped.
+        """Return the staged result with the layer digests of a commit after `before`.
 
-        `each` maps over the layers; an executor's `map` hashes them in parallel.
+        Call `take` for every element first. `each` maps over the layers; an executor's `map` hashes them in parallel.
         """
 
         def layer(number: int) -> manifest_pb2.LayerState:
@@ -142,7 +148,7 @@ class AnchorState:
             self.momentum_E[own].copy_(staged.momentum_E)
 
     def vector(self, kind: Kind) -> Tensor:
-        """Anchor or momentum."""
+        """The anchor or the outer momentum."""
         return self.anchor_E if kind == "anchor" else self.momentum_E
 
     def load_fetched(self, fetched: FetchedState) -> None:

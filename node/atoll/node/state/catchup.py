@@ -1,8 +1,8 @@
 """Catch up: bring this node's state to the head that the members of its plan agree on.
 
 `heads` chooses the head; `fetch` downloads its state from all holders at once. When the head moves on during a fetch,
-the fetch restarts at the new head and keeps every piece that did not change. A node that wakes from sleep does the
-same.
+the fetch restarts at the new head and keeps every piece that did not change. A node also does this when its machine
+wakes from sleep.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ async def catch_up(
 ) -> FetchedState | None:
     """Fetch the state at the head that the plan's members agree on; every layer matches its digest.
 
-    Returns None when `held` is that head, or is newer and accepted by the plan; but fetches when `incomplete`.
+    Returns None when `held` is that head, or is newer and accepted by the plan, unless `incomplete`.
 
     - `state`: this node's state at `held`; not changed. Pieces that did not change since `held` are not fetched.
     - `incomplete`: `state` lacks some of its layers.
-    - `local_states`: further states on this node with their heads, each complete for its layers; reused likewise.
+    - `local_states`: further states on this node with their heads, each complete for its layers. Their pieces are
+      reused as well.
     - `on_head`: called with the chosen head.
     - `on_lost_layers`: called with the layers that neither this node nor any holder of the head has.
     - `allocate`: creates the vectors that are returned.
@@ -81,7 +82,7 @@ async def catch_up(
     is of another model.
     """
     fetching = _Fetching(network, plan.run_id, state, held, policy, allocate, local_states, on_lost_layers)
-    followed = held  # the newest head whose history from `held` was verified already
+    followed = held  # newest head whose history from `held` is verified
     restarts, least_missing = 0, math.inf
     while restarts < policy.max_restarts:
         best = await choose_head(network, plan, operator_key, followed)
@@ -107,7 +108,7 @@ async def catch_up(
 
 
 def _is_there(plan: Plan, held: Head | None, head: Head, incomplete: bool) -> bool:
-    """Whether `held` needs nothing of `head`. Raises `Unreachable` if it lacks layers, which `head` is too old for."""
+    """Whether nothing must be fetched. Raises `Unreachable` if layers are missing and `head` is older than `held`."""
     if held is None or not plan.accepts(held) or not (head.hash == held.hash or head.round < held.round):
         return False
     if incomplete and head.round < held.round:
@@ -117,7 +118,7 @@ def _is_there(plan: Plan, held: Head | None, head: Head, incomplete: bool) -> bo
 
 @dataclass
 class _Fetching:
-    """Fetches of one head after another: what did not change is kept from one to the next."""
+    """Fetches one head after another. Pieces that did not change are kept for the next head."""
 
     network: Network
     run_id: str
@@ -131,7 +132,7 @@ class _Fetching:
     wanted: tuple[Piece, ...] = ()
 
     async def fetch(self, best: ChosenHead) -> FetchedState:
-        """Return the state at that head. Raises `StateMoved` when it is not the newest any more."""
+        """Return the state at that head. Raises `StateMoved` when the donors have a newer head."""
         head, state = best.head, self.state
         self.wanted = _recently_changed_first(head, state.offsets, state.layers)
         workspace = self.workspace
@@ -151,7 +152,7 @@ class _Fetching:
 
     @property
     def missing_elements(self) -> int:
-        """What the last fetch still lacked."""
+        """The number of elements that the last fetch still lacked."""
         return sum(it.elements for it in self.wanted if self.workspace is None or not self.workspace.has(it))
 
 

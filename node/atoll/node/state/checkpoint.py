@@ -107,9 +107,10 @@ class CheckpointStore:
     ) -> Path:
         """Write `state` durably, then remove checkpoints beyond the newest `keep`; returns the directory.
 
-        Of the `keep`, all but one may be `kept_rounds` instead of newer ones. Keeps the newest two of `extra_rounds`
-        as well. Calls `before_piece` before every piece; it may raise to cancel the write. Raises `CheckpointCorrupt`
-        when the vectors do not match the manifest, and `DataDirUnusable`; older checkpoints are unchanged then.
+        Up to `keep` − 1 of them may be `kept_rounds` instead of newer rounds. The newest two of `extra_rounds` are kept
+        in addition. Calls `before_piece` before every piece; it may raise to cancel the write. Raises
+        `CheckpointCorrupt` when the vectors do not match the manifest, and `DataDirUnusable`; older checkpoints are
+        unchanged then.
         """
         head = state.head
         if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):
@@ -173,7 +174,7 @@ class CheckpointStore:
                 sums += f"{hasher.hexdigest()}  {name}\n"
             write_synced(temporary / SUMS, sums.encode(), disk=self._disk)
             self._disk.sync_directory(temporary)
-            if target.exists():  # it belongs to an abandoned history
+            if target.exists():  # an abandoned history has the same round number
                 self._set_aside(target, "void")
             self._disk.rename(temporary, target)
         except BaseException:
@@ -201,7 +202,7 @@ class CheckpointStore:
             try:
                 retired = self._hidden(path, "old")
                 self._disk.rename(path, retired)
-                # else a power cut could leave the checkpoint's name with half of its files
+                # otherwise a power cut could leave half of the files under the checkpoint's name
                 self._disk.sync_directory(self._directory)
                 self._remove(retired)
             except OSError as error:
@@ -246,7 +247,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read a checkpoint and check every byte of it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    """Read a checkpoint and check all its bytes. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
     with checkpoint_errors(directory):
         metadata = read_metadata(directory)
         anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory, and their sums. No torch here: a seed imports the upload, which reads sums."""
+"""The files of a checkpoint's directory, and their sums. Without torch, because a seed also uploads checkpoints."""
 
 from __future__ import annotations
 

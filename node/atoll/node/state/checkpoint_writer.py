@@ -1,13 +1,13 @@
-"""Decide when to write checkpoints: once per interval while training, when the operator orders it, and on leaving.
+"""Decide when to write checkpoints: once per interval, when the operator orders it, and when the node leaves.
 
 The commit time in the manifest decides which rounds are due, so all nodes write the same rounds. Checkpoints of nodes
 that each hold some layers then fit together. A wrong clock changes little: no node writes more than four times in an
 interval, or less than once in two intervals. A state with the only copy of some layers is due at every round, because
-it would be lost with this process. The store keeps the newest two of the rounds outside intervals.
+it would be lost with this process. The store keeps the newest two of such extra rounds.
 
-Rounds never wait for the disk. A due state is copied and written in a thread. If a round commits into it during the
-copy, the digests do not match, and the next round is offered anyway. A failing disk logs a warning; the write is
-tried again later.
+Rounds never wait for the disk. A due state is copied and written in a thread. If a commit changes the state during the
+copy, the digests do not match; the write is skipped and the next round is offered. A failing disk logs a warning; the
+write is tried again later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckpointWriter:
         clock: Clock,
         kept_rounds: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`kept_rounds` returns rounds that stay on disk although they are old: forks of the run begin with them."""
+        """`kept_rounds` returns old rounds that must stay on disk, because forks of the run begin with them."""
         self.store = store
         self._kept_rounds = kept_rounds
         self.problem = ""  # why the last write failed, shown to the operator; empty: it succeeded
@@ -51,14 +51,14 @@ class CheckpointWriter:
         self._clock = clock
         self._held: tuple[mb.CheckpointInfo, ...] = ()
         self._written_at = -math.inf  # when the last interval's write began, by the monotonic clock
-        self._slot = -1  # of the last round written for its interval: number of intervals since 1970
+        self._slot = -1  # of the last round written for its interval, as a number of intervals since 1970
         self._interval_round = 0  # that round
         self._background: asyncio.Task[None] | None = None
-        self._writing = 0  # the round that it writes; 0: none
+        self._writing = 0  # the round that is being written; 0: none
         self._waiting: CheckpointState | None = None  # written next, after the current write
         self._extra_rounds: set[int] = set()  # written because no other node has them, or by order
         self._ordered = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
-        self._tried = (0, 0)  # the last order that was followed, and with the state of which round
+        self._tried = (0, 0)  # the last order that was tried, and the round of the state that was used
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
         """The newest checkpoints on disk, newest first; a new object after every change."""
@@ -84,8 +84,8 @@ class CheckpointWriter:
         """Offer the state of a committed round. Starts a write if one is due and none is running; returns at once.
 
         A state that is the `only_copy` of some layers is always due, and so is one that fulfils an order. During
-        another write it waits for its turn, and every later offer replaces it: that round may have changed other layers
-        only.
+        another write it waits. Every later offer replaces the waiting state, because the later state also has the
+        layers that changed before.
         """
         needed = only_copy or self._is_ordered(state.head)
         if self._background is not None:
@@ -95,26 +95,27 @@ class CheckpointWriter:
             self._background = asyncio.create_task(self._write_in_background(state))
 
     def order(self, number: int, state: CheckpointState | None) -> None:
-        """Follow the operator's order for a checkpoint of round `number` or a newer one; 0: there is none.
+        """Follow the operator's order for a checkpoint of round `number` or a newer one; 0: there is no order.
 
-        The present `state` is written at once if it is of such a round, else the first one that is offered. May be
-        called again and again: each state is tried once.
+        Writes `state` at once if it is of such a round, otherwise the first such state that is offered. May be called
+        repeatedly: each state is tried once.
         """
         self._ordered = number
         if state is not None and self._is_ordered(state.head):
             self.offer(state)
 
     def _is_ordered(self, head: Head) -> bool:
-        """Whether a checkpoint of `head` is needed for the present order, and was not tried for it.
+        """Whether the current order needs a checkpoint of `head` that was not tried yet.
 
-        Rounds after `head` are of a history that a recovery made void, and do not fulfil the order.
+        Checkpoints of rounds after `head` belong to a history that a recovery made void, so they do not fulfil the
+        order.
         """
         written = {self._writing, *(item.round for item in self._held)}
         fulfilled = any(self._ordered <= number <= head.round for number in written)
         return 0 < self._ordered <= head.round and not fulfilled and self._tried != (self._ordered, head.round)
 
     def _begin(self, head: Head) -> None:
-        """Record that this write is under way, and whether it is the one of its interval, or an extra one."""
+        """Record the write that begins, and whether it is its interval's write or an extra one."""
         if self._is_ordered(head):
             self._tried = (self._ordered, head.round)
         self._writing = head.round

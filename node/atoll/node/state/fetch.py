@@ -1,8 +1,8 @@
 """Fetch state from many donors at once and verify every piece.
 
 One task per donor keeps requests in flight on a `StateClient` stream and writes the answers into a `Workspace`.
-`FetchScheduler` decides what to request from which donor. A complete piece is hashed in a thread: if its digest matches
-it is verified, else the scheduler fetches it again and finds the donor that sent wrong bytes.
+`FetchScheduler` decides what to request from which donor. A complete piece is hashed in a thread: if its digest
+matches, it is verified. Otherwise the scheduler fetches it again and finds the donor that sent wrong bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class FetchPolicy:
 
     chunk_elements: int = 1 << 16  # of one request: 256 KiB of fp32
     max_requests_in_flight: int = 32  # per donor
-    slow_after: timedelta = timedelta(seconds=3)  # then other donors take over the requests of a silent one
+    slow_after: timedelta = timedelta(seconds=3)  # after which other donors take over the requests of a silent donor
     answer_timeout: timedelta = timedelta(seconds=15)  # timeout of each answer
-    max_failures: int = 8  # in a row without a chunk: the donor is dropped; a passed deadline counts as three
+    max_failures: int = 8  # in a row without a chunk, before the donor is dropped; a timeout counts as three
     pause: timedelta = timedelta(milliseconds=50)  # after the first failure; doubles up to a second
     # for the missing pieces, once half of the donors are gone and some have moved on; None: unlimited
     stragglers_timeout: timedelta | None = timedelta(minutes=1)
@@ -63,11 +63,11 @@ async def fetch_state(
 ) -> None:
     """Fill `workspace` with verified bytes of every wanted piece that it lacks.
 
-    `held` maps a donor to its layers; a donor that is not in it holds all. `begun` has open clients by donor: they are
-    taken out and reused, because a new connection costs round trips and starts slowly.
+    `held` maps a donor to its layers; a donor that is not in the mapping holds all. `begun`: donor → open client. These
+    clients are removed and reused, because a new connection costs round trips and starts slowly.
 
     The fetch always ends. Every answer has a deadline. A donor that sent wrong bytes or failed too often is dropped.
-    Once a donor has moved on to another head and at most half of the donors remain, these get
+    Once a donor has moved to another head and at most half of the donors remain, the fetch ends after
     `policy.stragglers_timeout`. Raises `StateMoved`, or `Unreachable` with a reason per donor; verified pieces stay in
     `workspace`.
     """
@@ -152,7 +152,7 @@ class _Fetch:
         _log.warning("donor dropped", peer=donor, reason=self._scheduler.reasons[donor])
 
     def _limit_stragglers(self) -> None:
-        """Set a deadline once most donors moved on: the rest may send for days, and all have the new head."""
+        """Set a deadline once most donors have a newer head: the others may be very slow, and the new head is there."""
         left = sum(self._scheduler.is_active(donor) for donor in self._donors)
         stragglers_timeout = self._policy.stragglers_timeout
         if self._moved and stragglers_timeout is not None and 2 * left <= len(self._donors):

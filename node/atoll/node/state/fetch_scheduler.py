@@ -1,9 +1,10 @@
 """Decide which chunk to request from which donor during a fetch from many donors. Pure: no I/O, no clock.
 
 A digest covers a whole piece. So the first piece of a donor is a small one that no other donor contributes to: wrong
-bytes identify the donor and cost one piece. A proven donor, one with a verified piece, takes larger pieces; when no
-piece is left to begin it helps others from the end of theirs. A piece that several donors filled and that does not
-match its digest is fetched again from a single donor. The chunks that differ then identify the liars.
+bytes identify the donor and cost one piece. A donor is proven once a piece from it was verified. It then takes larger
+pieces. If no piece is left to begin, it requests chunks from the end of other donors' pieces. A piece that several
+donors filled and that does not match its digest is fetched again from a single donor. The chunks that differ then
+identify the liars.
 
 The number of requests in flight follows a donor's pace: as many as it answers in about half a second. So all donors
 finish together, and a donor with a small share of the downlink does not reserve a large part of the state. When no
@@ -46,9 +47,9 @@ class _PieceProgress:
     sources: list[str | None]  # the donor of each chunk; None: missing
     wanted: set[int]  # indices of chunks to request
     owner: str | None = None  # the donor that fetches it from the front
-    alone: bool = False  # all chunks must come from the owner
-    avoid: frozenset[str] = frozenset()  # donors of the version that did not match
-    suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of that version
+    alone: bool = False  # all chunks must come from one donor, the owner
+    avoid: frozenset[str] = frozenset()  # donors that contributed to a copy of the piece that did not match
+    suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of that copy
     asked_twice: set[int] = field(default_factory=set)  # indices of chunks that were overdue
     checking: bool = False  # complete, its digest is being compared
     done: bool = False  # verified
@@ -77,7 +78,7 @@ class _PieceProgress:
                 self.wanted.add(index)
 
     def release_owner(self) -> None:
-        """Let another donor continue the piece, or restart it where all chunks must come from one donor."""
+        """Let another donor continue the piece. If all chunks must come from one donor, restart the piece."""
         self.owner = None
         if self.alone:
             self.reset()
@@ -119,7 +120,7 @@ class _Donor:
 class FetchScheduler:
     """Assigns chunks of pieces to donors. Times are seconds of any monotonic clock.
 
-    It has more than 20 methods: each thing that a donor can do, and each rule of whom to ask, has its own short one.
+    It has more than 20 methods: each event of a donor and each rule for the choice of a donor has its own short one.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class FetchScheduler:
         donors: Sequence[str],
         held: Mapping[str, tuple[range, ...]] | None = None,
     ) -> None:
-        """`held` maps a donor to its layers; a donor that is not in it holds all."""
+        """`held`: donor → its layers; a donor that is not in the mapping holds all."""
         self._held = held or {}
         self._works = [_work(number, piece, chunk_elements) for number, piece in enumerate(pieces)]
         self._donors = {donor: _Donor() for donor in donors}
@@ -141,7 +142,7 @@ class FetchScheduler:
 
     @property
     def lacks_holders(self) -> bool:
-        """Whether donors are left, but none of them holds the layer of some missing piece."""
+        """Whether donors are left, but some missing piece belongs to a layer that none of them holds."""
         asked = [peer for peer in self._donors if self.is_active(peer)]
         missing = {work.piece.layer for work in self._works if work.open}
         return bool(asked) and any(not any(self._has(peer, layer) for peer in asked) for layer in missing)
@@ -176,7 +177,7 @@ class FetchScheduler:
         self._donors[peer].present = True
 
     def next_chunk(self, peer: str, now: float) -> Chunk | None:
-        """Choose the chunk to request from this donor next; None when there is none for now."""
+        """The chunk to request from this donor next; None if there is none at the moment."""
         donor = self._donors[peer]
         if donor.given_up or donor.slow or not donor.present:
             return None
@@ -316,7 +317,7 @@ class FetchScheduler:
         return work.chunks[max(work.wanted)]
 
     def _overdue(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
-        """The newest request in flight at a donor that is overdue. The first answer counts."""
+        """The newest unanswered request of an overdue donor, to repeat it. Only the first answer counts."""
         for other in self._donors.values():
             if other is donor or not other.is_overdue(now):
                 continue

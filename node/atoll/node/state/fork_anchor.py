@@ -1,4 +1,4 @@
-"""The weights with which a fork begins: a checkpoint of another run on this node's disk. Functions here block."""
+"""The weights with which a fork begins: a checkpoint of another run on this node's disk. These functions block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.v1 import membership_pb2 as mb
 
 @dataclass(frozen=True)
 class ForkAnchor:
-    """The source round: fp32 [E] of all layers, which match the manifest, and that manifest's payload."""
+    """The state of the source round: fp32 [E] of all layers, which match the manifest, and the manifest's payload."""
 
     anchor_E: Tensor
     manifest: bytes
@@ -27,7 +27,7 @@ class ForkAnchor:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why this node cannot write the genesis of a fork, with one sentence for people."""
+    """Why this node cannot write the genesis of a fork, with a sentence for people."""
 
     why: mb.ForkRefusal
     detail: str
@@ -36,12 +36,13 @@ class Refusal:
 def read_fork_anchor(
     runs: Path, fork: ForkSection, layers: LayerLayout, allocate: Callable[[], Tensor]
 ) -> ForkAnchor | Refusal:
-    """Read the source round from the directory of this node's runs, and check every byte. `layers`: of the new run.
+    """Read the source round from the directory of this node's runs, and check every byte.
 
-    The whole checkpoint is checked first, a chunk at a time. Then the vector, fp32 [E], of `allocate` is filled.
+    `layers`: the new run's layers. Checks the whole checkpoint first, a chunk at a time. Then reads the anchor into the
+    vector, fp32 [E], that `allocate` creates.
     """
     directory = checkpoint_directory(runs, fork.run, fork.round)
-    name = str(directory.relative_to(runs))  # no path of this machine leaves it
+    name = str(directory.relative_to(runs))  # the path of this machine is not sent
     if not (directory / MANIFEST).is_file():
         told = f"there is no checkpoint {name}; the node keeps `checkpoint_keep` of them"
         return Refusal(mb.FORK_REFUSAL_MISSING, told)
@@ -54,13 +55,13 @@ def read_fork_anchor(
         read_anchor_into(directory, found, anchor_E)
     except CheckpointCorrupt as error:
         return Refusal(mb.FORK_REFUSAL_DAMAGED, str(error).replace(str(directory), name))
-    except (DataDirUnusable, OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
+    except (DataDirUnusable, OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError if out of memory
         return resources_refusal(error, runs)
     return ForkAnchor(anchor_E, found.head.committed.payload)
 
 
 def resources_refusal(error: BaseException, runs: Path) -> Refusal:
-    """The refusal of a node without the memory or disk for this genesis; `runs` is not named in it."""
+    """The refusal of a node that lacks memory or disk for this genesis. The text does not contain the path `runs`."""
     said = (str(error).splitlines() or [""])[0].replace(str(runs), "runs")
     return Refusal(mb.FORK_REFUSAL_RESOURCES, f"{type(error).__name__}: {said}" if said else type(error).__name__)
 

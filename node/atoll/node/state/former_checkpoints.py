@@ -1,6 +1,6 @@
-"""Checkpoints of this node's former runs: they stay on its disk when it moves, and a fork can begin with one.
+"""Checkpoints of this node's former runs. They stay on disk when the node moves, and a fork can begin with one.
 
-Functions here block.
+The functions here block.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from atoll.node.state.checkpoint import describe, rounds_in
 from atoll.node.state.checkpoint_files import MANIFEST
 from atoll.v1 import membership_pb2 as mb
 
-_RUN_NAME = re.compile(r"[a-z0-9-]{1,63}")  # what is set aside has a dot
-MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator takes no more
+_RUN_NAME = re.compile(r"[a-z0-9-]{1,63}")  # names of directories that are set aside contain a dot
+MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator accepts no more
 
 
 def checkpoint_directory(runs: Path, run_id: str, round_number: int) -> Path:
-    """Where a node has the checkpoint of that round; it need not exist."""
+    """The directory of a round's checkpoint, whether or not it exists."""
     return runs / run_id / "checkpoints" / f"{round_number:09d}"
 
 
 def former_checkpoints(runs: Path, present: str, fork: ForkSection | None) -> tuple[mb.FormerCheckpoint, ...]:
-    """Describe checkpoints of all runs below `runs` but the `present` one: the fork's source, then the newest written.
+    """Describe the checkpoints below `runs`, except those of run `present`: the fork's source first, then the newest.
 
-    Reads manifests and headers, not the vectors. What cannot be read is left out.
+    Reads manifests and headers, not the vectors. Omits unreadable checkpoints.
     """
     source = checkpoint_directory(runs, fork.run, fork.round) if fork is not None else None
     newest = sorted(_directories(runs, present), key=lambda it: (it[1] == source, it[0]), reverse=True)
@@ -43,7 +43,7 @@ def former_checkpoints(runs: Path, present: str, fork: ForkSection | None) -> tu
 
 
 def _directories(runs: Path, present: str) -> Iterator[tuple[int, Path]]:
-    """Directories of checkpoints, each with the time at which its manifest was written."""
+    """Directories of checkpoints, each with the modification time of its manifest."""
     try:
         names = [path.name for path in runs.iterdir() if path.name != present]
     except OSError:

@@ -1,12 +1,12 @@
 """Choose the head to follow, among the heads that the members of a plan offer.
 
-A manifest names its own members. So its votes prove nothing to a node that has not followed the run: a liar can sign
-a manifest whose only member it is. A head is accepted when its electorate's votes commit it *and* more than half of
-the members that hold any head agree that its round decided this manifest.
+A manifest names its own members. So its votes prove nothing to a node that has not followed the run: a liar can sign a
+manifest that names only itself. A head is accepted when its electorate's votes commit it *and* more than half of the
+members that hold any head agree that its round decided this manifest.
 
-Two kinds of heads need no such majority: the base that the operator set, whose hash is in the plan; and, for a node
-that holds a head itself, a head that descends from it, each round committed by the electorate of the round before. So
-many returning nodes find a history that a few nodes continued without them.
+Two kinds of heads need no such majority: the base that the operator set, whose hash is in the plan; and a head that
+descends from this node's own head, if the electorate of each round committed the next one. So many returning nodes
+accept a history that a few nodes continued without them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
 
 ANSWER_TIMEOUT = timedelta(seconds=10)
-_STRAGGLERS_TIMEOUT = timedelta(seconds=2)  # for the rest, once more than half of the members answered
+_STRAGGLERS_TIMEOUT = timedelta(seconds=2)  # for the remaining members, once more than half answered
 MAX_HISTORY_ROUNDS = 2048  # rounds to follow one by one from this node's head
-_HISTORY_TIMEOUT = timedelta(seconds=60)  # for all of them
+_HISTORY_TIMEOUT = timedelta(seconds=60)  # for the whole history
 _BATCH = 32  # rounds per request
 
 _log = log.get("catchup")
@@ -40,8 +40,8 @@ class ChosenHead:
 
     head: Head
     holders: tuple[str, ...]
-    descends_from_held: bool = False  # its history from this node's head was verified round by round
-    clients: dict[str, StateClient] = field(default_factory=dict)  # open, to holders; no request is in flight
+    descends_from_held: bool = False  # its history was verified round by round from this node's head
+    clients: dict[str, StateClient] = field(default_factory=dict)  # open clients to holders, without requests in flight
     held: dict[str, tuple[range, ...]] = field(default_factory=dict)  # holder → its layers; not in it: all layers
 
     async def end(self) -> None:
@@ -92,10 +92,10 @@ async def _choose(survey: _HeadSurvey, plan: Plan, operator_key: bytes, held: He
 
 
 async def _committed(survey: _HeadSurvey, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
-    """The offers whose votes commit them, given the round before.
+    """The offers that have enough votes of the electorate that the previous round names.
 
-    A member is responsible for the votes that it sends: a valid manifest with too few votes is rejected for that member
-    only. When no member has the round before, a majority of the manifest's own seats must have voted.
+    A member is responsible for the votes that it sends: too few votes count only against the member that sent them.
+    When no member has the previous round, a majority of the manifest's own seats must have voted.
     """
     committed: dict[str, Head] = {}
     for head in _distinct(offers):
@@ -133,7 +133,7 @@ async def _reason_to_reject(
 ) -> str:
     """The reason to reject `head`; empty: accept it.
 
-    A node that has no head at all has to believe members on probation where nobody else offers one.
+    A node without a head accepts the offers of members on probation if no other member offers a head.
     """
     if head.hash == plan.base.manifest_hash:
         return ""
@@ -150,10 +150,10 @@ async def _reason_to_reject(
 async def _history(
     survey: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
 ) -> set[bytes]:
-    """The hashes of `held` and of its descendants up to the newest of `ahead`, as far as they arrive in time.
+    """The hashes of `held` and of its descendants up to the newest of `ahead` that arrive in time.
 
-    Each round must have the votes of a majority of the seats that the manifest before it names. Skips
-    members that lack a manifest or have another one; does not ask slow members again.
+    Each round must have the votes of a majority of the seats that the manifest before it names. Skips members that lack
+    a manifest or have a different one. Does not ask slow members again.
     """
     before, batch_start, hashes = held, -1, {held.hash}
     last = min(max((head.round for head in ahead), default=0), held.round + MAX_HISTORY_ROUNDS)
@@ -172,7 +172,7 @@ async def _history(
 
 
 def is_valid_successor(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
-    """Whether `found` is a round after `before`, committed by the electorate of `before`."""
+    """Whether `found` directly follows `before` and is committed by the electorate of `before`."""
     if found.manifest.previous_hash != before.hash or not plan.accepts(found):
         return False
     try:
@@ -220,7 +220,7 @@ class _HeadSurvey:
     def reusable_clients(self, peers: Iterable[str]) -> dict[str, StateClient]:
         """Open clients to `peers` that a fetch should reuse: those with their own connection.
 
-        For the others the fetch connects anew: meanwhile there may be a direct connection.
+        For other peers the fetch opens a new stream, because a direct connection may exist by now.
         """
         return {peer: self._open[peer] for peer in peers if peer in self._open and self._open[peer].has_own_connection}
 
@@ -248,7 +248,7 @@ class _HeadSurvey:
         return [peer for peer in dict.fromkeys([*first, *self._answered]) if peer not in self._slow]
 
     async def stored(self, peer: str, numbers: Sequence[int]) -> list[Head]:
-        """The manifests of `numbers` that `peer` has, in their order, as far as it answers in time."""
+        """The manifests of rounds `numbers` that `peer` sends in time, in their order."""
         found: list[Head] = []
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT.total_seconds()):
@@ -326,7 +326,7 @@ class _HeadSurvey:
             return peer, None
 
     async def _wait_for_most(self, asking: Mapping[str, asyncio.Task[Head | None]]) -> None:
-        """Wait until all peers answered; only `_STRAGGLERS_TIMEOUT` more once over half of the members did."""
+        """Wait until all peers answered, or `_STRAGGLERS_TIMEOUT` after more than half of the members answered."""
         pending = set(asking.values())
         uncounted = {*self._plan.former, *self._plan.on_probation}
         members = {task for peer, task in asking.items() if peer not in uncounted}

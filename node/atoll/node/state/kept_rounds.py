@@ -1,6 +1,7 @@
-"""Rounds whose checkpoints this node keeps because forks begin with them, on disk.
+"""Rounds whose checkpoints this node keeps because forks begin with them, stored on disk.
 
-A node that starts while the coordinator is away still keeps them. The file is JSON and a line with its SHA-256.
+The list is on disk so that a node that starts while the coordinator is down still keeps them. The file is JSON and a
+line with its SHA-256.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class KeptRounds:
         self._saved = self.rounds
 
     def replace(self, rounds: tuple[int, ...]) -> None:
-        """Keep the first of these rounds, and write them unless they are on disk. Raises `DataDirUnusable`."""
-        self.rounds = rounds[:MAX_KEPT_ROUNDS]  # holds for this process, also if it cannot be written
+        """Keep the first `MAX_KEPT_ROUNDS` of these rounds, and write them if they changed.
+
+        Raises `DataDirUnusable`.
+        """
+        self.rounds = rounds[:MAX_KEPT_ROUNDS]  # valid for this process even if the write fails
         if self.rounds == self._saved:
             return
         body = json.dumps(self.rounds).encode()

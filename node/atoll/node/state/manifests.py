@@ -1,8 +1,8 @@
 """The manifest chain on disk: one file per round, written before the node acts on the round.
 
-The newest `KEPT_MANIFESTS` stay. A returning node follows at most 2,048 rounds one by one (`heads.py`), and the nodes
-that help it may be as far ahead again when they answer. Manifests of checkpoints on disk stay, too, each with the one
-before, which names its electorate: after a power cut of the whole swarm, others check the checkpoint's head by them.
+The newest `KEPT_MANIFESTS` stay. A returning node follows at most 2,048 rounds one by one (`heads.py`), and other nodes
+may commit as many more meanwhile. The manifests of checkpoints on disk stay too, each with the previous manifest, which
+names its electorate. After a power cut of the whole swarm, other nodes need both to check the checkpoint's head.
 
 A file has the SHA-256 of the manifest, then the manifest: a truncated protobuf message may still parse, with fewer
 votes. A damaged file counts as missing: the node asks other members for that manifest and keeps running.
@@ -28,7 +28,7 @@ from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.v1 import manifest_pb2
 
 KEPT_MANIFESTS = 4096  # 80 MB with 64 members
-_MOST_REMOVED = 16  # old manifests for every new one, so that none is delayed by a directory full of old ones
+_MOST_REMOVED = 16  # old manifests removed for every new one, so that no write waits for many removals
 
 _NAME = re.compile(r"(\d{9,})\.manifest")
 _LEFTOVER = re.compile(r"\.\d{9,}\.manifest\.\d+\.tmp")
@@ -53,7 +53,7 @@ class ManifestStore:
         self._disk = disk
         self._checkpointed = checkpointed
         self._numbers: list[int] | None = None  # a heap of the rounds on disk; None: not listed yet
-        self._spared: set[int] = set()  # old rounds that checkpoints needed
+        self._spared: set[int] = set()  # old rounds that checkpoints still needed
         self._removing = threading.Lock()
 
     def sweep(self) -> None:
@@ -70,7 +70,10 @@ class ManifestStore:
             self._remove_older_than(head.round - KEPT_MANIFESTS, head.round)
 
     def try_append(self, head: Head) -> None:
-        """Call `append` and log its error. Training goes on; after a restart the node asks other members."""
+        """Call `append` and log its error.
+
+        Training continues; after a restart the node asks other members for the manifest.
+        """
         try:
             self.append(head)
         except DataDirUnusable as error:
@@ -105,7 +108,10 @@ class ManifestStore:
         return None
 
     def _remove_older_than(self, oldest: int, written: int) -> None:
-        """Remove a few rounds up to `oldest`. Those that a power cut brings back are removed after the next start."""
+        """Remove a few rounds up to `oldest`.
+
+        Files that reappear after a power cut are removed after the next start.
+        """
         if self._numbers is None:
             self._numbers = sorted(_round_of(path) for path in self._entries(_NAME))
         else:

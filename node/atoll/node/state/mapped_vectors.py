@@ -1,4 +1,4 @@
-"""Vectors in unnamed files: for state that the node keeps outside the memory that its limit counts."""
+"""Vectors in unnamed files, for state that must not count towards the node's memory limit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Prefetch layers that a later plan may give this node, and keep them current while the present plan is followed.
+"""Prefetch layers that a later plan may give this node, and keep them current under the present plan.
 
-That plan may be minutes away, as for a standby, or never come: a stage keeps a second copy of a neighbour's layers in
+The later plan may come in minutes, as for a standby, or never: a stage keeps a second copy of a neighbour's layers in
 case the neighbour fails. Prefetched layers are on disk, because the node may need its memory for its present layers.
 When the plan arrives, the node loads them from here and fetches only what was averaged since.
 """
@@ -27,11 +27,12 @@ from atoll.node.state.mapped_vectors import mapped_vector
 from atoll.node.state.previous_spans import unchanged_layers
 from atoll.node.wire.transport import Network
 
-POLL = timedelta(seconds=2)  # between looks for a newer head, on a node that is in no round itself
+POLL = timedelta(seconds=2)  # between checks for a newer head, on a node without rounds of its own
 _RETRY = timedelta(seconds=2)
-_LOAD_TIMEOUT = timedelta(minutes=10)  # for the session to take layers that a plan assigned: as long as a trainer loads
+# for the session to take layers that a plan assigned; equals the load timeout of a trainer
+_LOAD_TIMEOUT = timedelta(minutes=10)
 _MAX_SET_ASIDE = 4  # states: those of two spans
-_SET_ASIDE_TIME = timedelta(minutes=5)  # keep layers that are no longer wanted: they may be wanted again
+_SET_ASIDE_TIME = timedelta(minutes=5)  # for layers that are no longer wanted but may be wanted again
 
 _log = log.get("prepare")
 
@@ -48,7 +49,7 @@ class CurrentLayers:
 
 
 class Directives(Protocol):
-    """The part of `control.directives` that prefetching needs."""
+    """The part of `control.directives` that prefetching uses."""
 
     plan: Plan | None
     prepare: range
@@ -60,7 +61,7 @@ class Directives(Protocol):
 class LayerPrefetcher:
     """Fetches the layers of `Directives.prepare` and keeps them current, for the lifetime of the session.
 
-    It has more than 15 attributes: eight are given to it, the others tell what it holds, for which span and plan.
+    It has more than 15 attributes: eight are arguments; the others record what it holds, for which span and plan.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class LayerPrefetcher:
         on_head: Callable[[Head], None] = lambda head: None,
         local_states: Callable[[], Sequence[HeadAndState]] = tuple,
     ) -> None:
-        """`local_states` returns states that may have some wanted layers; they must not change while they are read."""
+        """`local_states` returns states that may have some wanted layers. They must not change while they are read."""
         self.held: tuple[HeadAndState, ...] = ()
-        self._refused = range(0)  # do not fetch: there is no memory to train these layers
-        self._span = range(0)  # all its layers are on this node: in `held`, or among the layers that it trains
+        self._refused = range(0)  # not fetched, because there is no memory to train these layers
+        self._span = range(0)  # all its layers are on this node: in `held`, or among those that it trains
         self._round = 0  # the round of `_span`
         self._fetched_for = range(0)  # the span that `held` was fetched for
         self._began_under_plan: Plan | None = None  # the plan at the start of that fetch
@@ -95,7 +96,7 @@ class LayerPrefetcher:
 
     @property
     def span(self) -> range:
-        """The wanted span, once all its layers are on this node; else empty."""
+        """The wanted span, if all its layers are on this node; otherwise empty."""
         return self._span if self._span == self._wanted else range(0)
 
     @property
@@ -109,7 +110,7 @@ class LayerPrefetcher:
         return self._refused if self._refused == self._directives.prepare else range(0)
 
     def refuse(self) -> None:
-        """Refuse the present directive: there is no memory to train its layers."""
+        """Refuse the current directive, because this node has no memory to train its layers."""
         self._refused = self._directives.prepare
 
     async def run(self) -> None:
@@ -132,7 +133,7 @@ class LayerPrefetcher:
                 self._set_held_aside()
 
     def take(self) -> tuple[HeadAndState, ...]:
-        """Hand over the fetched layers, with those set aside; they are no longer kept current."""
+        """Hand over the fetched layers and those set aside. They are no longer updated."""
         held, self.set_aside = (*self._drop(), *self.set_aside), ()
         return held
 
@@ -152,7 +153,7 @@ class LayerPrefetcher:
         return any(assigned.intersection(state.layers) for _, state in self.held)
 
     async def _wait_until_taken(self) -> None:
-        """Keep the layers until the session takes them: this may be the only copy."""
+        """Keep the layers until the session takes them, because they may be the only copy."""
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT.total_seconds()):
                 await self._directives.until(lambda: not self._awaiting_load())
@@ -198,7 +199,7 @@ class LayerPrefetcher:
     async def _fetch(self, layers: range, present: CurrentLayers) -> HeadAndState:
         before, offsets = next((item for item in self.held if item[1].layers == layers), None), present.offsets
         if before is not None and present.head is not None and is_current_at(before, present.head):
-            return present.head, before[1]  # the rounds since averaged other layers
+            return present.head, before[1]  # the rounds since then averaged other layers
         head, state = before if before is not None else (None, _zero_state(offsets, layers))
         fetched = await catch_up(
             self._network,
@@ -216,7 +217,7 @@ class LayerPrefetcher:
         return fetched.head, AnchorState(fetched.anchor_E, offsets, layers, fetched.momentum_E)
 
     async def _wait_for_change(self, span: range, before: CurrentLayers) -> None:
-        """Wait until another span is wanted, or there may be a newer head."""
+        """Wait until another span is wanted, or until there may be a newer head."""
         generation = self._generation
 
         def changed() -> bool:
@@ -240,7 +241,8 @@ class LayerPrefetcher:
         span, plan = self._wanted, self._directives.plan
         if not span or plan is None or span.stop >= len(self._present().offsets):
             return False
-        return bool(missing_ranges(span, plan.span(self._network.peer_id)))  # the session loads its own span anyway
+        # the session loads the node's own span anyway
+        return bool(missing_ranges(span, plan.span(self._network.peer_id)))
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
@@ -252,7 +254,7 @@ def _hash(head: Head | None) -> bytes:
 
 
 def is_current_at(held: HeadAndState, now: Head) -> bool:
-    """Whether `held` is not newer than `now`, and none of its layers changed since."""
+    """Whether `held` is not newer than `now` and none of its layers has changed since `held`."""
     then, state = held
     return then.round <= now.round and unchanged_layers(then, now, set(state.layers)) == set(state.layers)
 

@@ -20,7 +20,7 @@ class PreviousSpans:
         self.held = (*self.held, (head, state))
 
     def fill(self, state: AnchorState, head: Head | None) -> frozenset[int]:
-        """Copy layers that did not change up to `head` into a new, empty `state`; returns the layers still missing."""
+        """Copy the layers that have not changed up to `head` into a new `state`. Returns the layers still missing."""
         missing = set(state.layers)
         for previous_head, previous in reversed(self.held if head is not None else ()):
             unchanged = unchanged_layers(previous_head, head, missing & set(previous.layers))
@@ -31,7 +31,8 @@ class PreviousSpans:
     def prune(self, head: Head, held: range) -> None:
         """Drop states without a useful layer, given that the current state has the layers `held` at `head`.
 
-        A layer is useful when it is not in `held` and was not averaged since: its present holders have later ones.
+        A layer is useful when it is not in `held` and was not averaged since its state's head. Otherwise its current
+        holders have a newer version.
         """
         self.held = tuple(
             (previous_head, previous)

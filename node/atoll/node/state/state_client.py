@@ -56,7 +56,7 @@ class StateClient:
         return head
 
     async def manifests(self, numbers: Sequence[int]) -> AsyncIterator[Head]:
-        """Fetch the manifests of rounds `numbers` that the member has and verify their votes; requests overlap."""
+        """Fetch the manifests of `numbers` that the member has, several at a time, and verify their votes."""
         for number in numbers[:_MANIFESTS_IN_FLIGHT]:
             await self._request_manifest(number)
         for place, number in enumerate(numbers):
@@ -91,7 +91,7 @@ class StateClient:
         return head
 
     async def request_slice(self, kind: Kind, state_hash: bytes, start: int, end: int) -> None:
-        """Request elements [start, end) of a vector. Call `receive_slice` for the answer of the oldest request."""
+        """Request elements [start, end) of a vector. `receive_slice` returns the answer to the oldest request."""
         piece = dp.StateSlice(manifest_hash=state_hash, start=start, end=end)
         request = (
             dp.StateRequest(run_id=self._run_id, anchor=piece)

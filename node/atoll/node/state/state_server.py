@@ -38,10 +38,10 @@ _log = log.get("state")
 class StateServer:
     """Answers the requests of other members from this node's states.
 
-    - `current`: the head and its state; None while there is none or it is changing.
-    - `former`: states that the node held before its span changed.
+    - `current`: returns the head and its state, or None if there is no state or it is changing.
+    - `former`: returns states that the node held before its span changed.
 
-    The server calls them before every slice, so a slice never mixes two states.
+    The server calls both before every slice, so a slice never mixes two states.
     """
 
     def __init__(
@@ -101,11 +101,14 @@ class StateServer:
                 raise PeerMisbehaved("a state request asks for nothing")
 
     def remember_head(self, head: Head) -> None:
-        """A head that counts, whether or not we hold its state: others may ask for it under that name."""
+        """Remember a valid head, whether or not this node holds its state.
+
+        Other members may request its state by its hash.
+        """
         self._versions_of(head)
 
     def _head(self) -> Head | None:
-        """Of what we hold: the present state, or while that lacks layers the newest that was held before."""
+        """The head to report: of the current state or, while that lacks layers, the newest of the former states."""
         current = self._current_head_and_state()
         if current is None and self._former():
             former = max((head for head, _ in self._former()), key=lambda head: head.round)
@@ -162,9 +165,10 @@ class StateServer:
         await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
 
     def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
-        """Find a vector with the requested elements; returns the model's element that it begins with, and the vector.
+        """Find a vector with the requested elements.
 
-        Raises `Busy` while the state changes, `NotFound`.
+        Returns the number of its first element in the model, and the vector. Raises `Busy` while the state changes,
+        `NotFound`.
         """
         current = self._current_head_and_state()
         for held in (current, *self._former()):
@@ -177,13 +181,13 @@ class StateServer:
         )
 
     def _has_slice(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
-        """Whether `state`, at `head`, has the requested elements as they are in the requested state."""
+        """Whether `state`, at `head`, has the requested elements with the values of the requested state."""
         if not state.is_whole and not state.start <= piece.start < piece.end <= state.end:
             return False
         return head.hash == piece.manifest_hash or self._is_unchanged(piece, head, state)
 
     def _is_unchanged(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
-        """Whether the requested state is an earlier head and these layers did not change up to `head`."""
+        """Whether the requested state is of an earlier head and these layers have not changed up to `head`."""
         before = self._versions.get(piece.manifest_hash)
         if before is None:
             return False

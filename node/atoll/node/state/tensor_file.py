@@ -115,7 +115,7 @@ def read(path: Path) -> TensorFile:
 def read_into(path: Path, vector_E: Tensor) -> str:
     """Read the values into `vector_E`, a chunk at a time; returns the file's SHA-256 in hex.
 
-    Raises `CheckpointCorrupt`, also for another number of values than `vector_E` has, and `OSError`.
+    Raises `CheckpointCorrupt`, also if the number of values differs from `vector_E`, and `OSError`.
     """
     with path.open("rb", buffering=0) as file:
         layers, _, header = _begin(file, path)

@@ -1,4 +1,4 @@
-"""The promises and votes of this node on disk, so that it does not vote twice after a restart.
+"""This node's promises and votes on disk, so that the node does not vote twice after a restart.
 
 The node saves the record before it sends a promise or a vote. The file is JSON and a line with its SHA-256.
 """
@@ -21,11 +21,11 @@ _log = log.get("rounds")
 
 
 class VoteStore:
-    """Stores the newest vote record only: older rounds are decided."""
+    """Stores the newest vote record only, because older rounds are decided."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _FILE
-        self.promised: Promised | None = None  # the newest that is on disk, as far as it was read or written here
+        self.promised: Promised | None = None  # the newest promise on disk, if this process read or wrote it
         self._writing = threading.Lock()  # an engine that was cancelled may still write its last record
 
     def begin(self) -> None:
@@ -52,7 +52,10 @@ class VoteStore:
             self.promised = record.newest
 
     def load(self) -> VoteRecord | None:
-        """Read the record. None when it is missing or damaged: the node then abstains until it took part in a round."""
+        """Read the record.
+
+        None if it is missing or damaged: the node then abstains until it has taken part in a round.
+        """
         try:
             with self._writing:
                 body, _, checksum = self._path.read_bytes().rpartition(b"\n")

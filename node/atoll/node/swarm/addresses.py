@@ -63,9 +63,9 @@ class AddressBook:
         return self._addresses.get(peer_id, ())
 
     def set_resolver(self, resolver: Callable[[str], Awaitable[None]], page_of: Callable[[str], str]) -> None:
-        """Use `resolver`, which fills the book through `learn`. While it dials, `find` answers from the book only.
+        """Use `resolver`, which fills the book through `learn`. While it dials, `find` uses the book only.
 
-        It gets a page; `page_of` tells the page of a peer id, one of a few.
+        The resolver gets a page of the DHT; `page_of` maps a peer id to its page.
         """
         self._resolver, self._page_of = resolver, page_of
 
@@ -82,7 +82,10 @@ class AddressBook:
         return self.known(peer_id)
 
     def _log_refusal(self, peer_id: str, refused: list[str], left: int) -> None:
-        """Log once for each peer. Nodes announce their private addresses, too, so that one is normal."""
+        """Log refused addresses, once for each peer.
+
+        A single one is normal, since nodes also announce private addresses.
+        """
         if peer_id not in self._logged_refusals and len(self._logged_refusals) < MAX_PEERS:
             self._logged_refusals.add(peer_id)
             named = [printable(text) for text in refused[:_MAX_LOGGED]]

@@ -61,7 +61,7 @@ class MemberDirectory:
     def set_seeds(self, seeds: Sequence[str]) -> None:
         """Replace the run's seeds and their addresses; the next store or lookup contacts them.
 
-        Raises `ConfigError` if no address parses; the previous seeds stay then.
+        Raises `ConfigError` if no address parses; the previous seeds are kept in that case.
         """
         me = self._p2p.peer_id.to_base58()
         self._seeds = {peer_id: known for peer_id, known in readable_seeds(seeds).items() if peer_id != me}
@@ -69,7 +69,10 @@ class MemberDirectory:
             self._p2p.book.learn(peer_id, addresses)
 
     async def join(self, *, seeds_optional: bool, timeout: timedelta) -> None:
-        """Say hello to the seeds and fill the routing table. Raises `Rejected`, `Unreachable` that names the seeds."""
+        """Say hello to the seeds and fill the routing table.
+
+        Raises `Rejected`, and `Unreachable` with the seeds' names.
+        """
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answering = await self._greet_seeds(seeds_optional)
@@ -111,7 +114,7 @@ class MemberDirectory:
         return records
 
     async def close(self, timeout: timedelta) -> None:
-        """Leave the DHT. Peers are not told; they notice."""
+        """Leave the DHT, without a message to peers; their requests simply fail."""
         if self._node is not None:
             with suppress(TimeoutError, P2PDaemonError):
                 async with asyncio.timeout(timeout.total_seconds()):

@@ -32,7 +32,7 @@ def node_id_bytes(peer_id: bytes) -> bytes:
 
 
 def check_dht_message(message: Message, sender: str, now: float) -> None:
-    """Raise `PeerMisbehaved` for a message that no honest member sends. `sender`: base58 peer id."""
+    """Raise `PeerMisbehaved` for a message that no honest member would send. `sender`: base58 peer id."""
     if isinstance(message, dht.StoreRequest):
         _check_store(message, now)
     elif isinstance(message, dht.FindRequest):

@@ -33,7 +33,7 @@ from atoll.v1 import dataplane_pb2 as dp
 PROTOCOL = "/atoll/hello/1"
 MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT = timedelta(seconds=5)
-DIALLED_FIRST_WAIT = timedelta(seconds=1)  # for the peer to dial this node: a few round trips
+DIALLED_FIRST_WAIT = timedelta(seconds=1)  # time for the peer to dial this node: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -49,7 +49,7 @@ class Introductions:
         clock: Clock,
         is_on_record: Callable[[str], bool] = lambda _peer_id: False,
     ) -> None:
-        """`is_on_record` tells whether a verified record names this peer as a member."""
+        """`is_on_record` returns whether a verified record names this peer as a member."""
         self.crashes = 0  # answers that raised another exception than `AtollError`
         self._gate = gate
         self._open_socket = open_socket
@@ -60,7 +60,7 @@ class Introductions:
         self._awaited: dict[str, asyncio.Event] = {}  # peers that may dial us first
 
     async def ensure_admitted(self, peer_id: str) -> None:
-        """Say hello, unless the peer is admitted or dials this node in a moment. Raises `Unreachable`, `Rejected`."""
+        """Say hello, unless the peer is admitted or will dial this node shortly. Raises `Unreachable`, `Rejected`."""
         if not self._gate.is_admitted(peer_id) and peer_id < self._gate.own_peer_id and peer_id not in self._saying:
             await self._wait_to_be_dialled(peer_id)
         if not self._gate.is_admitted(peer_id):

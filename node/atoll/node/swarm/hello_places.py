@@ -1,9 +1,9 @@
 """HelloPlaces: bounds on the hellos of strangers in progress at once, and on their number a second.
 
-A peer id costs an attacker nothing, so a place that is taken in silence must not be lost to newcomers. When places
-are short, the newest hello takes the place of an earlier one that has not been admitted: the oldest from the address
-that holds the most. A member's hello arrives within a round trip and is admitted at once, so only silent and wrong
-ones are there to be chosen. A peer that lost its place gets none for a second while they are short. Members that this
+A peer id costs an attacker nothing, so a place that is taken in silence must not be lost to newcomers. When places are
+short, the newest hello takes the place of an earlier one that has not been admitted: the oldest from the address that
+holds the most. A member's hello arrives within a round trip and is admitted at once, so only silent and invalid hellos
+lose their places. A peer that lost its place gets no new one for a second while places are short. Members that this
 node has admitted, or knows by their address records, take no place.
 """
 
@@ -17,11 +17,11 @@ from atoll.core.clock import Clock
 
 MAX_AT_ONCE = 256  # each costs a descriptor and 4 KiB
 MAX_AT_ONCE_PER_PEER = 2
-HELLOS_PER_SECOND = 200.0  # that are verified: one takes 0.2 ms
+HELLOS_PER_SECOND = 200.0  # verified per second; one verification takes 0.2 ms
 BURST = 400.0
 PAUSE_SECONDS = 1.0  # after a peer lost its place
 _MAX_REMEMBERED = 4096
-_IP4, _IP4_BYTES = 0x04, 4  # multiaddr codes, and the bytes of the address that tell hosts apart
+_IP4, _IP4_BYTES = 0x04, 4  # multiaddr codes, and the number of address bytes that identify a host
 _IP6, _IP6_BYTES = 0x29, 8  # one host has a network of 64 bits
 
 
@@ -32,7 +32,7 @@ class Place:
     peer_id: str
     host: bytes
     abort: Callable[[], None]
-    counts: bool  # a peer that was not admitted when it came, or is not yet
+    counts: bool  # whether it counts against the bounds: the peer was not admitted when it came, or is not yet
 
 
 class HelloPlaces:
@@ -48,7 +48,10 @@ class HelloPlaces:
         self._filled = clock.monotonic()
 
     def take(self, peer_id: str, address: bytes, *, known: bool, abort: Callable[[], None]) -> Place | None:
-        """Take a place, or return None if this peer gets none; `leave` must follow. `known`: a member."""
+        """Take a place, or return None if this peer gets none; after a place, `leave` must follow.
+
+        `known`: a member.
+        """
         if self._by_peer[peer_id] >= MAX_AT_ONCE_PER_PEER:
             return None
         if not known and len(self._places) >= MAX_AT_ONCE:
@@ -63,7 +66,7 @@ class HelloPlaces:
         return place
 
     def may_verify(self, place: Place) -> bool:
-        """Tell whether a hello that has arrived may be verified now; it takes a token then."""
+        """Return whether a hello that has arrived may be verified now; this consumes a token of the rate limit."""
         if not place.counts:
             return True
         now = self._clock.monotonic()
@@ -75,7 +78,7 @@ class HelloPlaces:
         return True
 
     def admitted(self, place: Place) -> None:
-        """The peer is a member: its hello cannot lose its place any more."""
+        """Record that the peer is a member: its hello can no longer lose its place."""
         self._free(place)
         self._lost.pop(place.peer_id, None)
 
@@ -112,6 +115,6 @@ class HelloPlaces:
 
 
 def host_of(address: bytes) -> bytes:
-    """The part of a peer's binary multiaddr that tells hosts apart; all of it if it begins with no IP address."""
+    """Return the part of a peer's binary multiaddr that identifies its host; all of it without an IP address."""
     length = {_IP4: _IP4_BYTES, _IP6: _IP6_BYTES}.get(address[0] if address else 0)
     return address if length is None else address[: 1 + length]

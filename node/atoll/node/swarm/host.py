@@ -173,7 +173,10 @@ class SwarmHost:
         return min(measured, limit) if measured and limit else measured
 
     def bytes_per_second_to(self, peer_id: str) -> float:
-        """Measured rate to a member, at most the upload limit. Infinite: it is on the local network. 0: unknown."""
+        """Measured rate to a member, at most the upload limit.
+
+        Infinite for a member on the local network. 0: unknown.
+        """
         return min(self._pacer.bytes_per_second_to(peer_id), self.traffic.up.bytes_per_second or math.inf)
 
     def path_limits_bytes_per_second(self) -> dict[str, float]:
@@ -192,7 +195,10 @@ class SwarmHost:
         self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
 
     async def ready(self) -> None:
-        """Wait until peers can dial all protocols given to `handle`. Raises `Unreachable`; a later call tries again."""
+        """Wait until peers can dial all protocols given to `handle`.
+
+        Raises `Unreachable`; it may be called again then.
+        """
         for protocol, task in self._registrations.items():
             if task.done() and (task.cancelled() or task.exception() is not None):
                 self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
@@ -210,7 +216,8 @@ class SwarmHost:
                 try:
                     return await self._open_admitted(peer_id, protocol, timeout)
                 except HelloRequired:
-                    await self._p2p.introductions.say_hello(peer_id)  # the peer lost its table, probably by a restart
+                    # the peer lost its table of members, probably by a restart
+                    await self._p2p.introductions.say_hello(peer_id)
                     return await self._open_admitted(peer_id, protocol, timeout)
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {peer_id} did not open {protocol} within {timeout}") from error
@@ -234,7 +241,7 @@ class SwarmHost:
         self._published = addresses
 
     async def address_changed(self) -> bool:
-        """Tell whether this node's addresses differ from the published ones: relays and port mappings change."""
+        """Return whether this node's addresses differ from the published ones: relays and port mappings change."""
         await self._p2p.refresh_multiaddrs()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         return bool(addresses) and addresses != self._published  # empty: behind NAT, and no relay found yet
@@ -242,7 +249,7 @@ class SwarmHost:
     async def lookup_addresses(self, peers: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """Look up the published addresses of all members, and put them into the address book.
 
-        With `peers`, only the pages of these are read, which have addresses of others, too.
+        With `peers`, only the pages of these peers are read, which also contain other members' addresses.
         """
         pages = {page_key(self._run_id, peer) for peer in peers} or page_keys(self._run_id)
         records = await self._directory.lookup(pages)
@@ -251,7 +258,7 @@ class SwarmHost:
         return {peer_id: record.multiaddrs for peer_id, record in records.items()}
 
     def bytes_sent(self, protocol: str) -> int:
-        """Bytes sent so far on streams of `protocol`, ended ones included; "dht" counts the DHT's messages."""
+        """Bytes sent so far on streams of `protocol`, including ended ones; "dht" counts the DHT's messages."""
         return self.traffic.sent[protocol]
 
     def bytes_sent_total(self) -> int:
@@ -263,7 +270,7 @@ class SwarmHost:
         if self._closed:
             return
         self._closed = True
-        async with AsyncExitStack() as steps:  # the last one runs first; each runs even if others raise
+        async with AsyncExitStack() as steps:  # the step added last runs first; each runs even if others raise
             steps.push_async_callback(self._p2pd.stop, timeout)
             steps.push_async_callback(self._p2p.detach)
             steps.push_async_callback(self._pacer.close)

@@ -5,7 +5,7 @@ experts, and with them torch and scipy. A member's daemon needs none of these fo
 (docs/adr/0017-seeds-without-torch.md).
 
 A lazy package does not run its `__init__`. A submodule, and a name that the `__init__` would import from one, is
-imported when it is first used. Constants of the `__init__` are there from the start. The package has no other name.
+imported when it is first used. Constants of the `__init__` are defined from the start. The package has no other names.
 
 Threads may use a package at once: imports wait for one another, and nothing else changes. A lock around them could only
 deadlock with the locks of imports.
@@ -62,12 +62,12 @@ def _lazy_package(package_name: str) -> ModuleType:
 
 
 def _is_submodule(package_name: str, name: str) -> bool:
-    private = name.startswith("__")  # such as `__path__`, which the import system asks for
+    private = name.startswith("__")  # such as `__path__`, for which the import system asks
     return name.isidentifier() and not private and importlib.util.find_spec(f"{package_name}.{name}") is not None
 
 
 def _imported_names(source: ast.Module) -> dict[str, tuple[str, str]]:
-    """Return where each name of an `__init__` comes from: the module, and the name there."""
+    """Return the origin of each name in an `__init__`: the module, and the name there."""
     imports = (node for node in source.body if isinstance(node, ast.ImportFrom) and node.module)
     return {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
 

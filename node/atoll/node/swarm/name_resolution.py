@@ -1,6 +1,6 @@
 """NameResolution: turns multiaddrs with host names into multiaddrs with IP addresses that may be dialled.
 
-p2pd would resolve the names itself, and dial whatever they resolve to.
+p2pd itself would resolve the names and dial any address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
 class NameResolution:
-    """Resolves names on threads of its own: names that never resolve must not stop others."""
+    """Resolves names on separate threads, so that names that never resolve do not stop others."""
 
     def __init__(self, policy: DialPolicy) -> None:
         self._policy = policy

@@ -40,7 +40,7 @@ from atoll.node.wire.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
 MAX_UNARY_BYTES = 1024 * 1024  # four pages of some 340 records each; p2pd's own 4 MiB would parse to 100 MiB and more
-_TOO_LARGE_LOG_SECONDS = 60.0  # between two lines about that
+_TOO_LARGE_LOG_SECONDS = 60.0  # between two log lines about too large messages
 DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
 
 _log = log.get("dht")
@@ -83,7 +83,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return self
 
     def __del__(self) -> None:
-        """Do nothing: hivemind's version removes a socket path that may belong to another host by then."""
+        """Do nothing: hivemind's version removes a socket path that may belong to another host at that time."""
 
     async def detach(self) -> None:
         """Close the connections to p2pd."""
@@ -180,7 +180,10 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return await self.control.call_unary_handler(peer_id, handle_name, request)
 
     def _too_large(self, what: str, handle_name: str, size: int) -> MessageTooLarge:
-        """The error of a message that this node cannot send. It is logged, because hivemind tells nobody."""
+        """Return the error for a message that this node cannot send.
+
+        It is logged here, because hivemind does not report it.
+        """
         error = MessageTooLarge(f"the {what} of {handle_name} has {size} bytes; the cap is {MAX_UNARY_BYTES}")
         if (now := self._clock.monotonic()) >= self._log_too_large_from:  # a peer may ask again and again
             self._log_too_large_from = now + _TOO_LARGE_LOG_SECONDS

@@ -36,7 +36,7 @@ class BorrowedSocket:
 
     def __init__(self, process: int, descriptor: int, address: str) -> None:
         """`process` is a pidfd. Raises `OSError` if the kernel does not allow the copy."""
-        self.peer_id = address  # the IP address: this node does not know which peer it is
+        self.peer_id = address  # the IP address, because this node does not know the peer of the connection
         self.sock = self
         self._process, self._descriptor = process, descriptor
         self._cookie = b""
@@ -45,11 +45,11 @@ class BorrowedSocket:
             self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
 
     def is_open(self) -> bool:
-        """Tell whether the descriptor still refers to this connection."""
+        """Return whether the descriptor still refers to this connection."""
         return tcp.info(self) is not None
 
     def sends_bulk(self) -> bool:
-        """Tell whether it has sent bulk data since the last call."""
+        """Return whether the connection has sent bulk data since the last call."""
         before, self._seen = self._seen, tcp.info(self)
         if self._seen is None:
             return False
@@ -131,7 +131,7 @@ class P2pdSockets:
             except PermissionError:
                 raise
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
         for descriptor, borrowed in self._borrowed_sockets.items():
             if descriptor not in self._paced and borrowed.sends_bulk():
                 self._paced.add(descriptor)

@@ -38,7 +38,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         self._accepted: OrderedDict[DHTRecord, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """Tell whether a record is valid. hivemind calls this before it stores and after it finds a record."""
+        """Return whether a record is valid. hivemind calls this before it stores and after it finds a record."""
         if not isinstance(record.value, bytes) or not isinstance(record.expiration_time, float):
             return False
         if record in self._accepted:

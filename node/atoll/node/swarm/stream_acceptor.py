@@ -160,7 +160,7 @@ class StreamAcceptor:
             return await self._assembler.add(peer_id, first, ends)
 
     def abort_on_eviction(self, stream: SocketStream) -> None:
-        """Let the gate abort `stream` when its peer is evicted."""
+        """Make the gate abort `stream` when its peer is evicted."""
         self._gate.track_stream(stream.peer_id, stream)
         stream.on_close(lambda: self._gate.untrack_stream(stream.peer_id, stream))
 
@@ -178,7 +178,7 @@ class StreamAcceptor:
         await stream.refuse_and_close(refusal_header(error))
 
     async def _refuse_after_reading(self, stream: SocketStream, error: AtollError) -> None:
-        """Refuse a peer that has sent data already: read for a second longer, unless too many do."""
+        """Refuse a peer that has already sent data: read for another second, unless too many refused streams do."""
         if not self._lingering.try_take(stream.peer_id):
             await self._refuse(stream, error)
             return

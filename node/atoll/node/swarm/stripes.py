@@ -55,7 +55,7 @@ class StripedReader:
         self._readers = readers
         self._at = 0  # bytes read so far
         self._requested: int | None = None  # size of the read in progress
-        self._found = bytearray()  # its bytes so far
+        self._found = bytearray()  # bytes of that read so far
         self._ended_at: float | None = None  # when an end of a stripe was noticed; None once more bytes arrive
 
     async def readexactly(self, n: int, /) -> Buffer:
@@ -109,7 +109,7 @@ class StripedReader:
 
 
 def _is_over(reader: asyncio.StreamReader) -> bool:
-    """Tell whether a reader can return no more bytes."""
+    """Return whether a reader can return no more bytes."""
     return reader.at_eof() or reader.exception() is not None
 
 
@@ -133,12 +133,12 @@ class StripedWriter:
             self._at += len(piece)
 
     async def drain(self) -> None:
-        """Wait until all stripes have room; the others send while one is waited for."""
+        """Wait until all stripes have room; meanwhile the other stripes send."""
         for writer in self._writers:
             await writer.drain()
 
     def is_closing(self) -> bool:
-        """Tell whether any stripe is closing, which ends the whole stream."""
+        """Return whether any stripe is closing, which ends the whole stream."""
         return any(writer.is_closing() for writer in self._writers)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""BackgroundTasks: asyncio tasks that belong to one owner. None outlives its owner, and no failure goes unnoticed."""
+"""BackgroundTasks: asyncio tasks that belong to one owner. Each ends with its owner, and every failure is logged."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Child processes that never outlive this process, even if it is killed.
 
 Every child starts through a three-line Python trampoline. It asks the kernel to kill the child when its parent ends
-(PR_SET_PDEATHSIG), checks that the parent has not ended meanwhile, and then executes the program. A `preexec_fn` would
-do the same, but it runs Python between fork and exec, which is unsafe in a process with threads. The kernel watches
-the *thread* that forked, so start children from a thread that lives as long as they should.
+(PR_SET_PDEATHSIG), checks that the parent has not ended before that, and then executes the program. A `preexec_fn`
+would do the same, but it runs Python between fork and exec, which is unsafe in a process with threads. The kernel
+watches the *thread* that forked, so start a child from a thread that lives as long as the child should.
 
 Each child leads its own process group: Ctrl-C reaches only this process, and `stop` reaches the child's own children.
 """
@@ -71,7 +71,7 @@ async def start(
 async def stop(child: asyncio.subprocess.Process, grace: timedelta) -> int:
     """Send SIGTERM to the child's group and SIGKILL after `grace`; return the exit status.
 
-    A child that has ended already is fine.
+    The child may have ended already.
     """
     if child.returncode is None:
         signal_group(child, signal.SIGTERM)

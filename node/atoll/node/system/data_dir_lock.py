@@ -13,7 +13,7 @@ from atoll.core.errors import AlreadyRunning, DataDirUnusable
 
 @contextlib.contextmanager
 def data_dir_lock(data_dir: Path) -> Iterator[None]:
-    """Lock the data directory, so that only one daemon uses it. Raises `AlreadyRunning`, `DataDirUnusable`."""
+    """Lock the data directory against other daemons. Raises `AlreadyRunning`, `DataDirUnusable`."""
     try:
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:

@@ -9,12 +9,12 @@ from pathlib import Path
 from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
 
-PORT_FILE = "port"  # libp2p's
+PORT_FILE = "port"  # for the port of libp2p
 DIRECT_PORT_FILE = "direct-port"
 
 
 def remembered_port(data_dir: Path, name: str = PORT_FILE) -> list[int]:
-    """Return the port that this member listened on last as a list of one; empty if there is none."""
+    """Return a list of the port on which this member last listened; empty if none is known."""
     try:
         port = int((data_dir / name).read_text())
     except (OSError, ValueError):

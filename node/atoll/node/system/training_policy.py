@@ -1,9 +1,9 @@
 """Policy that decides when a volunteer's node may train, from the owner's limits and an observation. Pure.
 
 `limits.enforcer` calls `decide` every few seconds with a new observation and the previous decision. A limit pauses
-training at once. Training resumes on battery limits only after mains power has been back for a while, and on the
-in-use limit only after the idle time, so that a loose plug or a moved mouse does not stop and start training all the
-time: each pause costs the other nodes a new plan.
+training at once. Training resumes on battery limits only after mains power has been back for a while, and on the in-use
+limit only after the idle time, so that a loose plug or a moved mouse does not stop and start training again and again:
+each pause makes a new plan necessary.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MachineObservation:
     monotonic: float
     month_bytes: int = 0
     on_battery: bool = False
-    seconds_since_use: float = float("inf")  # since a person or another program used the machine
+    seconds_since_use: float = float("inf")  # since a person or another program last used the machine
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ def _blocking_decisions(policy: TrainingPolicy, seen: MachineObservation) -> Ite
 
 
 def parse_hours(text: str) -> tuple[Hours, ...]:
-    """Parse windows such as `"22:00-07:00, 12:30-13:00"`; an empty text has none. Raises `ConfigError`."""
+    """Parse windows such as `"22:00-07:00, 12:30-13:00"`; an empty text gives none. Raises `ConfigError`."""
     return tuple(_window(part.strip()) for part in text.split(",")) if text.strip() else ()
 
 
 def month_of(local: datetime) -> str:
-    """Name the calendar month against which traffic is counted, for example `"2026-11"`."""
+    """Return the calendar month for which traffic is counted, for example `"2026-11"`."""
     return f"{local:%Y-%m}"
 
 

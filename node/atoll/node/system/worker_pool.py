@@ -27,7 +27,7 @@ _THREAD_COUNTS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def threads_environment(threads: int = 1) -> Mapping[str, str]:
-    """Return the variables that let libraries use so many threads.
+    """Return the environment variables that limit libraries to `threads` threads.
 
     The tokenizers library encodes in threads of its own, and each has a heap of its own: it allocates for every word,
     which takes a sixth longer in the heap that Python has fragmented.
@@ -48,7 +48,7 @@ class WorkerPool(Generic[Result]):
     """Worker processes that each run one task at a time. Use it as a context manager; the end kills them."""
 
     def __init__(self, workers: int, remedy: str = "", threads: int = 1) -> None:
-        """`remedy`: what to do if a worker dies. `threads` of each worker."""
+        """`remedy`: advice to the user if a worker dies. `threads`: of each worker."""
         self._remedy = remedy
         self._environment = {**os.environ, **threads_environment(threads)}
         self._children: dict[Connection, subprocess.Popen[bytes]] = {}
@@ -72,16 +72,16 @@ class WorkerPool(Generic[Result]):
 
     @property
     def idle(self) -> int:
-        """How many workers wait for a task."""
+        """Number of workers that wait for a task."""
         return len(self._idle)
 
     @property
     def running(self) -> int:
-        """How many tasks have not ended."""
+        """Number of tasks that have not ended."""
         return len(self._running)
 
     def submit(self, task: Task[Result]) -> None:
-        """Give a task to an idle worker; there must be one. Raises `ChildDied`."""
+        """Give a task to an idle worker, of which there must be one. Raises `ChildDied`."""
         connection = self._idle.pop()
         self._running[connection] = task
         try:
@@ -105,7 +105,7 @@ class WorkerPool(Generic[Result]):
         raise RuntimeError(f"a worker process failed:\n{answer.traceback}")
 
     def run(self, tasks: Iterable[Task[Result]]) -> Iterator[tuple[Task[Result], Result]]:
-        """Yield each task with its result, in the order in which they end."""
+        """Yield each task with its result, in the order in which tasks end."""
         for task in tasks:
             if not self.idle:
                 yield self.wait()
@@ -147,4 +147,5 @@ class WorkerPool(Generic[Result]):
         self._children.clear()
 
 
-StartPool = Callable[[int, str], WorkerPool[Any]]  # with the number of workers, and what to do if one dies
+# arguments: the number of workers, and advice to the user if one dies
+StartPool = Callable[[int, str], WorkerPool[Any]]

@@ -1,6 +1,6 @@
 """A worker process of `WorkerPool`: runs the tasks that come through a socket until the socket closes.
 
-Tasks and results are pickled. Both ends are this program: nothing from outside reaches the socket.
+Tasks and results are pickled. Both ends are this program: no other program can write to the socket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a task has no result: an error for the user, or the traceback of one that nobody expected."""
+    """Why a task has no result: an error for the user, or the traceback of an unexpected one."""
 
     error: AtollError | None
     traceback: str = ""
@@ -48,6 +48,7 @@ def _run(task: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    from atoll.node.system import worker_process  # under its own name, so that pickled classes are the pool's
+    # imported under its real name, so that pickled classes are the same as the pool's
+    from atoll.node.system import worker_process
 
     worker_process.main(int(sys.argv[1]))

@@ -27,7 +27,7 @@ from atoll.node.training.device import DeviceFacts, check_fits
 
 
 def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
-    """Facts of `devices` devices together. Memory is reduced by the overhead of sharding the model over them."""
+    """Facts of `devices` devices together. The memory is reduced by the overhead of sharding the model over them."""
     if devices == 1:
         return facts
     whole, micro_batch = Span(0, run.architecture.layers - 1), spec.optimizer.micro_batch_samples
@@ -37,7 +37,7 @@ def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int)
 
 
 def whole_model_bytes(spec: RunSpec, run: RunModel, devices: Sequence[torch.device]) -> int:
-    """Memory of all layers on these devices, in the terms of `usable_facts`."""
+    """Memory of all layers on these devices, comparable with the memory in `usable_facts`."""
     aside = evaluation_copy_bytes(run.table) if len(devices) > 1 else 0
     return run.whole_model_bytes(spec.optimizer.micro_batch_samples, cuda=devices[0].type == "cuda") + aside
 

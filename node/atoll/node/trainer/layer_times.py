@@ -31,7 +31,7 @@ def time_single_layers(
 ) -> LayerTimes:
     """Time one layer of each kind on the device of `tokens_BT`, with one layer in memory at a time.
 
-    `kinds`: kind → number of a layer of that kind, in layer order. Each layer gets the output of the one before.
+    `kinds`: kind → number of a layer of that kind, in layer order. Each layer gets the output of the previous layer.
     Raises `UnsupportedModel` for a layer that cannot be computed.
     """
     times, x = [], tokens_BT
@@ -54,10 +54,13 @@ def time_single_layers(
 
 
 def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
-    """Median seconds of forward and backward on `x`, and the detached output. Adds to the layer's gradients."""
+    """Median seconds of forward and backward on `x`, and the detached output.
+
+    The layer's gradients grow as a side effect.
+    """
     forwards, backwards = [], []
     output = x
-    for _ in range(1 + REPETITIONS):  # the first one warms up kernels and allocator; it does not count
+    for _ in range(1 + REPETITIONS):  # the first repetition warms up kernels and allocator and does not count
         given = x.detach().requires_grad_(x.is_floating_point())
         began = _now(x.device, clock)
         output = layer(given)
@@ -70,6 +73,6 @@ def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tu
 
 
 def _now(device: torch.device, clock: Clock) -> float:
-    """Wait until the device is done, then read its clock. On a CPU, the time of other processes does not count."""
+    """Wait until the device has finished, then read its clock. On a CPU it excludes the time of other processes."""
     synchronize(device)
     return compute_clock_seconds(device, clock)

@@ -1,4 +1,4 @@
-"""Cache of layer times on disk, so that a daemon that starts again need not measure them again.
+"""Cache of layer times on disk, so that a restarted daemon need not measure them again.
 
 An entry belongs to a device, a model and library versions (`key_of`). Any failure to read or write the file only means
 that the trainer measures again.
@@ -26,7 +26,7 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.trainer.layer_times import LayerTimes
 from atoll.node.training.device import DeviceFacts, working_precision
 
-MAX_AGE = timedelta(days=7)  # drivers, clock rates and the other load of the machine change
+MAX_AGE = timedelta(days=7)  # drivers, clock rates and the machine's other load change
 ENTRIES = 16
 _Seconds = Annotated[FiniteFloat, Field(ge=0)]  # per token
 
@@ -45,7 +45,7 @@ class _Document(BaseModel):
 
 
 def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -> str:
-    """Hash of everything that the times depend on: device, libraries, precision, layers and size of their inputs."""
+    """Hash of everything that layer times depend on: device, libraries, precision, layers and size of their inputs."""
     device = torch.device(facts.device)
     parts = (
         facts.device,
@@ -85,7 +85,7 @@ class LayerTimesCache:
         return tuple(entry.times) if valid else ()
 
     def newest(self, kinds: Set[str]) -> LayerTimes:
-        """Times of exactly these kinds, whatever they were measured with. Empty without any."""
+        """Newest times of exactly these kinds, of any device and library version. Empty if there are none."""
         entries = sorted(self._entries().values(), key=lambda entry: -entry.unix)
         found = (entry.times for entry in entries if {kind for kind, _, _ in entry.times} == kinds)
         return tuple(next(found, ()))

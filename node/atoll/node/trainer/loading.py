@@ -1,4 +1,4 @@
-"""Loading of a trainer process: run spec, tokenizer, memory check, corpus, model; in this order, cheap failures first.
+"""Loading of a trainer process: run spec, tokenizer, memory check, corpus, model, so that cheap checks fail first.
 
 `load_trainer_state` returns a `TrainerState`. Its `loop` is an `InnerLoop` for the whole model, a `StageLoop` for a
 span on a node's first device, and a `RankStage` for a span on its other devices. A node that cannot hold the whole
@@ -130,7 +130,7 @@ class TrainerState:
 
 
 def _text_facts(corpus: TrainingCorpus) -> dict[str, Any]:
-    """Return fields of `Ready`."""
+    """Return the fields of `Ready` that describe the training text."""
     if not isinstance(corpus, ShardedCorpus):
         return {"text_left_out": corpus.report.left_out()}
     return {
@@ -207,8 +207,8 @@ def load_trainer_state(
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # of the library that tokenises
-    with heartbeat(partial(on_progress, 0)):  # it may be downloaded
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # threads of the tokenizers library
+    with heartbeat(partial(on_progress, 0)):  # loading the tokenizer may download it
         opened = _open_corpus(config, spec, clock, on_trouble) if spec.data.source == "corpus" else None
         tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
@@ -259,7 +259,7 @@ def _load_corpus(
     tokenizer: Tokenizer,
     on_progress: OnProgress,
 ) -> TrainingCorpus:
-    """Load the run's text: from the corpus that was `opened`, or from this node's own files."""
+    """Load the run's training text: from the corpus in `opened`, or from this node's own files."""
     if opened is not None:
         corpus: TrainingCorpus = opened.for_training(spec, partial(on_progress, opened.card.tokens))
     else:

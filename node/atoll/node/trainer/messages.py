@@ -31,7 +31,7 @@ class TrainerConfig:
     rank: int = 0  # index of this process's device among several
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; other nodes do not see it
-    compute_share: float = 1.0  # share of the time in which the trainer computes; it rests in between
+    compute_share: float = 1.0  # maximum share of the time in which the trainer computes
     vram_fraction: float = 1.0  # of the device's memory; no effect on a CPU
     memory_bytes: int = 0  # limit on a CPU for training, without torch and the corpus; 0: no limit
     span: tuple[int, int] | None = None  # first and last layer to hold; None: all layers
@@ -51,7 +51,7 @@ class TrainerStatus:
     tokens: int = 0
     tokens_per_second: float = 0.0  # over the recent steps, rests between steps included
     step_seconds: float = 0.0  # time per recent step, rests included
-    busy_seconds_per_token: float = 0.0  # compute time and the rest that `compute_share` requires; 0: not measured yet
+    busy_seconds_per_token: float = 0.0  # compute time plus the rest that `compute_share` requires; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
     data_stall_share: float = 0.0  # of the recent training time, 0 to 1
@@ -59,14 +59,15 @@ class TrainerStatus:
     data_bytes_trained: int = 0  # stored bytes of the samples that training took from it
     data_blocks: tuple[int, ...] = BlockCounts()
     data_mirrors: tuple[tuple[str, str, int, str], ...] = ()  # the fields of a `MirrorReport`
-    data_trouble: str = ""  # why the next batch does not come
+    data_trouble: str = ""  # why the next batch is late; empty while batches arrive
     samples_repeated: int = 0
     training: bool = False
-    progress_tokens: int = 0  # since the last applied anchor: the tokens of a snapshot taken now
+    # tokens trained since the last applied anchor: those that a snapshot taken now would contain
+    progress_tokens: int = 0
     progress_samples: int = 0
     skipped_steps: int = 0  # steps whose gradients were not finite
-    route_ready: bool = False  # a stage: the route can flush, as far as this stage knows
-    route_trouble: str = ""  # why the route last broke; empty after the next flush that steps
+    route_ready: bool = False  # a stage: whether the route can flush, as far as this stage knows
+    route_trouble: str = ""  # why the route last broke; empty after the next flush that ends with a step
     flushes_aborted: int = 0  # counted at the driver
 
 
@@ -106,7 +107,10 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class Apply:
-    """Move to the new anchor and carry the progress since the snapshot. `moved`: elements [start, end) that changed."""
+    """Switch to the new anchor and keep the progress since the snapshot.
+
+    `moved`: elements [start, end) that changed.
+    """
 
     ranges: Ranges
     committed_tokens: int
@@ -115,7 +119,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Rebase:
-    """Move to the new anchor and keep all progress. `moved`: elements [start, end) that changed."""
+    """Switch to the new anchor and keep all progress. `moved`: elements [start, end) that changed."""
 
     ranges: Ranges
     committed_tokens: int
@@ -125,7 +129,7 @@ class Rebase:
 
 @dataclass(frozen=True)
 class SetRanges:
-    """Replace the data ranges at the same anchor; keep snapshot and progress."""
+    """Replace the data ranges and keep the anchor, the snapshot and the progress."""
 
     ranges: Ranges
 
@@ -142,11 +146,14 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Audit:
-    """Compare what the update in the pseudo-gradient gains on these samples. The answer is `AuditGains`."""
+    """Measure how much the update in the pseudo-gradient lowers the loss on these samples.
+
+    The answer is `AuditGains`.
+    """
 
     own: tuple[int, ...]  # sample numbers
     other: tuple[int, ...]
-    start: int  # the elements that the update is of
+    start: int  # first element of the update
     end: int
 
 
@@ -171,7 +178,7 @@ class SetLimits:
 
 @dataclass(frozen=True)
 class EnterRoute:
-    """Make the span a stage of this route; drop the flush under way on the previous route."""
+    """Make the span a stage of this route, and drop the running flush of the previous route."""
 
     plan_version: int
     route: int
@@ -189,7 +196,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Step:
-    """Rank 0 to ranks: run one inner step. It has no answer: the collective operations of the step wait for all."""
+    """Rank 0 to ranks: run one inner step. It has no answer: the step's collective operations synchronise all ranks."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,7 @@ class KeepOptimizer:
 
 @dataclass(frozen=True)
 class RestoreOptimizer:
-    """Go on with the inner optimiser's state that an earlier trainer of this node kept."""
+    """Continue with the inner optimiser's state that an earlier trainer of this node wrote."""
 
     path: str
 
@@ -242,15 +249,18 @@ Order = (
 
 @dataclass(frozen=True)
 class Loading:
-    """Progress report of a child that loads. A child without reports for too long is taken to hang."""
+    """Progress report of a child that loads. A child that sends none for too long is assumed to hang."""
 
     tokens: int  # of the corpus read so far
-    trouble: str = ""  # why it cannot go on now
+    trouble: str = ""  # why loading cannot continue now
 
 
 @dataclass(frozen=True)
 class Ready:
-    """First answer of a child: it has loaded corpus, model and device. All but `span` are about the whole model."""
+    """First answer of a child: it has loaded corpus, model and device.
+
+    All fields but `span` describe the whole model.
+    """
 
     layer_table_hex: str  # serialised atoll.v1.LayerTable
     corpus_digest: str
@@ -264,10 +274,11 @@ class Ready:
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
     span: tuple[int, int] | None = None  # first and last held layer; None: no layers, because the model is too large
     whole_model_bytes: int = 0  # device memory that all layers would take
-    text_left_out: str = ""  # what of the training text is unusable, one clause
+    text_left_out: str = ""  # one clause about the training text that is unusable
     sample_tokens: int = 0
-    sources: tuple[tuple[str, int], ...] = ()  # of a corpus: name, and samples of an epoch
-    mixture: tuple[tuple[int, tuple[float, ...]], ...] = ()  # its stages: first sample, weights of the sources
+    sources: tuple[tuple[str, int], ...] = ()  # of a corpus: name and samples in an epoch
+    # stages of the mixture: first sample, weights of the sources
+    mixture: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -289,7 +300,7 @@ class Loss:
     """Answer to `Evaluate`."""
 
     value: float  # nats per token
-    sources: tuple[tuple[str, float, int], ...] = ()  # if there are several: name, loss, held-out windows
+    sources: tuple[tuple[str, float, int], ...] = ()  # if there are several: name, loss, number of held-out windows
 
 
 @dataclass(frozen=True)
@@ -318,7 +329,7 @@ _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message with the number that joins an order to its answer; 0 for pushed messages."""
+    """A message with the number that links an answer to its order; 0 for pushed messages."""
 
     number: int
     body: Message

@@ -97,7 +97,10 @@ class ModelOrders:
         return snapshot
 
     def move_optimizer(self, order: messages.KeptOptimizer) -> None:
-        """Write the inner optimiser's state to a file, or read it. Raises as `training/optimizer_file.py` does."""
+        """Write the inner optimiser's state to a file, or read it.
+
+        Raises the errors of `training/optimizer_file.py`.
+        """
         loop, spec = self.require_model(), self.state.spec
         optimizer = loop.optimizer if isinstance(loop, InnerLoop | StageLoop) else None
         if optimizer is None:

@@ -1,6 +1,6 @@
 """Preload of the first trainer: it loads while the daemon joins the swarm.
 
-A node that starts again knows its last plan and so, nearly always, the layers that it will hold. Its trainer can read
+A restarted node knows its last plan, which nearly always gives it the layers that it will hold. Its trainer can read
 corpus and model before the daemon has joined.
 """
 
@@ -15,12 +15,12 @@ from atoll.node.trainer.trainer_process import TrainerProcess
 
 
 def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
-    """First and last layer that a trainer gets to hold; None: the whole model, or no plan names layers."""
+    """First and last layer that the trainer will hold; None for the whole model, or if no plan gives it layers."""
     return (wanted.start, wanted.stop - 1) if plan is not None and 0 < len(wanted) < plan.layers else None
 
 
 class TrainerPreload:
-    """A child that starts loading at once. The owner then calls `take` once, or `abandon`."""
+    """A child that starts to load at once. Its owner later calls either `take` or `abandon`, once."""
 
     def __init__(
         self,
@@ -34,7 +34,10 @@ class TrainerPreload:
         self._taking = asyncio.create_task(taking, name="trainer-preload")
 
     async def take(self, span: tuple[int, int] | None) -> Trainer | None:
-        """Return the trainer, or raise its error. If it loads other layers than `span`, end the child; return None."""
+        """Return the trainer, or raise its error.
+
+        If it loads another span than `span`, end the child and return None.
+        """
         if span != self._span:
             await self.abandon()
             return None
@@ -43,7 +46,7 @@ class TrainerPreload:
         return self._taking.result()
 
     async def abandon(self) -> None:
-        """End the child unless its trainer was taken. Safe to call twice."""
+        """End the child unless `take` has returned its trainer. May be called twice."""
         if self._taken:
             return
         self._taken = True

@@ -20,7 +20,7 @@ from atoll.node.training.loop import InnerLoop
 
 
 class RankProcess:
-    """One rank other than rank 0. The constructor loads its part of the model and raises typed errors."""
+    """One rank other than rank 0. The constructor loads its part of the model, and raises errors of loading."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RankProcess:
         self._orders = ModelOrders(state, config, anchor_fd, gradient_fd)
 
     def serve(self) -> None:
-        """Execute what rank 0 sends, until `Stop`."""
+        """Execute rank 0's orders and steps until `Stop`."""
         while True:
             event = self._channel.events.get()
             assert isinstance(event, messages.Envelope)
@@ -69,7 +69,8 @@ class RankProcess:
         try:
             state.probe(self._orders.anchor_E, probe.minimum_step_seconds, probe.compute_share)
         except AtollError as error:
-            self._channel.answer(0, refusal(error))  # ends the trainer: the other ranks wait in a collective operation
+            # this ends the trainer: otherwise the other ranks would wait in a collective operation
+            self._channel.answer(0, refusal(error))
             raise
         self._channel.answer(number, messages.Done())
 

@@ -24,8 +24,10 @@ from atoll.core.errors import ChildDied
 from atoll.node.trainer import messages
 from atoll.node.training.device_names import parse_device_names
 
-_LOSS_TIMEOUT = timedelta(seconds=10)  # the kernel closes a dead rank's sockets together: its control socket, too
-_ANSWER_TIMEOUT = timedelta(minutes=9)  # less than `ORDER_TIMEOUT` of the daemon, which cannot tell which rank is late
+# the kernel closes all sockets of a dead rank together, including its control socket
+_LOSS_TIMEOUT = timedelta(seconds=10)
+# less than the daemon's `ORDER_TIMEOUT`, since the daemon cannot tell which rank is late
+_ANSWER_TIMEOUT = timedelta(minutes=9)
 
 _log = log.get("trainer")
 
@@ -81,9 +83,9 @@ class RankProcesses:
         return self._order_numbers
 
     def await_ranks(self, number: int, *, refused: bool = False) -> None:
-        """Wait until all ranks have executed the order, or `refused` it as rank 0 did.
+        """Wait until all ranks have executed the order, or, with `refused`, have refused it as rank 0 did.
 
-        Raises `RuntimeError` when a rank does not answer or decided otherwise: the ranks have diverged.
+        Raises `RuntimeError` if a rank does not answer, or its result differs from rank 0's: the ranks have diverged.
         """
         for name, answers in zip(self._names[1:], self._answers, strict=True):
             answer = messages.Envelope(0, messages.Done())
@@ -101,7 +103,8 @@ class RankProcesses:
     def report_loss(self) -> None:
         """After an error of rank 0: if a lost rank caused it, call `lost` with that rank's name, within a deadline.
 
-        A collective operation fails in rank 0 as soon as another rank dies, often before `_read` sees the end.
+        A collective operation fails in rank 0 as soon as another rank dies, often before `_read` notices the closed
+        socket.
         """
         deadline = time.monotonic() + _LOSS_TIMEOUT.total_seconds()
         while time.monotonic() < deadline and all(reader.is_alive() for reader in self._readers):

@@ -2,8 +2,8 @@
 
 `TrainerSession` loads the model, reports `Ready` and then serves until `Stop`. It executes orders at step boundaries,
 in the order in which they came; a stage of a route is at a step boundary when no flush is under way. Between orders it
-runs inner steps while it is told to train and has data. A paced node (`minimum_step_seconds`) waits for the rest of
-each step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours'
+runs inner steps if the last order was `Train` and it has data. A paced node (`minimum_step_seconds`) waits for the rest
+of each step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours'
 messages as they come.
 """
 
@@ -38,11 +38,11 @@ from atoll.node.training.loop import InnerLoop
 from atoll.node.training.stall_share import StallShare
 
 STATUS_INTERVAL_SECONDS = 0.5
-TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then each 16th
+TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then every 16th
 
 
 class Channel(Protocol):
-    """The control socket as the session uses it. The route's events arrive in the same queue."""
+    """The control socket's interface to the session. Events of the route arrive in the same queue."""
 
     events: queue.SimpleQueue[messages.Envelope | RouteEvent]
 
@@ -97,7 +97,7 @@ class TrainerSession:
             self._channel.answer(0, messages.Loading(tokens))
 
     def _report_trouble(self, trouble: str) -> None:
-        """Say why loading does not go on."""
+        """Report why loading cannot continue."""
         self._channel.answer(0, messages.Loading(0, trouble))
 
     def _send_ready(self, probe: messages.Probe) -> None:
@@ -118,7 +118,7 @@ class TrainerSession:
 
     @contextmanager
     def _on_all_ranks(self, order: messages.Order) -> Iterator[None]:
-        """Have the other ranks execute the same order during the block, and wait for them at its end."""
+        """Send the order to the other ranks, execute the block, and wait until they have executed it too."""
         if self._ranks is None:
             yield
             return
@@ -183,7 +183,7 @@ class TrainerSession:
         if isinstance(event, messages.Envelope):
             self._pending_orders.append(event)
             if isinstance(event.body, messages.Stop | messages.KeepOptimizer) and isinstance(self._loop, StageLoop):
-                # without this, the order waits for the end of a flush that other stages may never finish
+                # otherwise the order would wait for the end of a flush that other stages may never finish
                 self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
             self._stage().on_route_event(event)
@@ -193,7 +193,7 @@ class TrainerSession:
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
         if isinstance(loop, InnerLoop) and not loop.await_data(STATUS_INTERVAL_SECONDS):
-            return  # the text is on its way; orders are served meanwhile
+            return  # the training text is being fetched; orders are served meanwhile
         if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
             self._ranks.send_to_ranks(messages.Step())
         result = loop.work()
@@ -226,7 +226,7 @@ class TrainerSession:
     def _execute(self, order: messages.Message) -> messages.Answer:
         match order:
             case messages.Initialise():
-                self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes all of it
+                self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes the whole anchor
                 with self._on_all_ranks(order):
                     self._orders.anchor_loaded = False
             case messages.Train():
@@ -265,7 +265,7 @@ class TrainerSession:
         if isinstance(loop, StageLoop):
             loop.pause()
 
-    # --- what an order needs ------------------------------------------------------------------------
+    # --- checks before an order ---------------------------------------------------------------------
 
     def _require_model(self) -> InnerLoop | StageLoop:
         self._orders.require_model()

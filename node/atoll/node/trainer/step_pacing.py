@@ -1,7 +1,7 @@
 """Pacing of inner steps and their recent speed. Pure: callers pass the time.
 
 The owner of a machine may limit training with `minimum_step_seconds` and with `compute_share`, the share of the time in
-which training computes. `StepPacer` says when the next step or action may begin, and how fast recent steps were.
+which training computes. `StepPacer` computes when the next step or action may begin, and the speed of recent steps.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ TIMED_STEPS = 8  # recent timed steps behind `busy_seconds_per_token`; few, sinc
 class WorkTime:
     """Duration of a step or of one action of it.
 
-    Where other processes want the same cores it also waits; that time is neither computing nor rest.
+    `seconds` also contains waiting for a CPU core, which counts neither as computing nor as rest.
     """
 
     seconds: float = 0.0
-    computed: float = 0.0  # part of `seconds`
+    computed: float = 0.0  # the part of `seconds` spent computing
 
     def with_rest(self, share: float) -> float:
-        """Seconds from its start, rest included, so that computing takes at most `share` of the time."""
+        """Seconds from the start of the work to the end of its rest, of which at most `share` may be computing."""
         return max(self.seconds, self.computed / share)
 
 
 class StepPacer:
-    """Decides when work may begin, and measures the last steps. A rest after each piece of work keeps the share."""
+    """Decides when work may begin, and measures recent steps.
+
+    A rest follows each piece of work to keep `compute_share`.
+    """
 
     def __init__(self, minimum_step_seconds: float, compute_share: float = 1.0) -> None:
         self.minimum_step_seconds = minimum_step_seconds
@@ -37,30 +40,30 @@ class StepPacer:
         self._rest_until = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
         self._busy: deque[tuple[list[WorkTime], int]] = deque(maxlen=TIMED_STEPS)  # work of a step, tokens
-        self._worked: list[WorkTime] = []  # in the step under way
+        self._worked: list[WorkTime] = []  # work of the running step
         self._first = True  # the first step of a process warms up kernels and memory; it does not count
         self._next_step_at = 0.0
         self._began = 0.0
 
     def begin(self, now: float) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._began, self._worked = now, []
         self._next_step_at = now + self.minimum_step_seconds
 
     def record_work(self, began: float, work: WorkTime) -> None:
-        """Note a finished step, or one finished action of a step."""
+        """Record a finished step, or one finished action of a step."""
         self._rest_until = began + work.with_rest(self.compute_share)
         self._worked.append(work)
 
     def end(self, tokens: int, loss: float) -> None:
-        """Note that the step is finished."""
+        """Record that the step is finished."""
         self._steps.append((self._began, tokens, loss))
         if self._worked and not self._first:
             self._busy.append((self._worked, tokens))
         self._first = False
 
     def clear_recent_steps(self) -> None:
-        """Forget the recent steps after an interruption, which must not count as a slow step."""
+        """Forget the recent steps after an interruption, so that it does not count as a slow step."""
         self._steps.clear()  # `_busy` stays: compute times are still valid
 
     def wait_seconds(self, now: float) -> float:
@@ -82,7 +85,7 @@ class StepPacer:
         return sum(tokens for _, tokens, _ in self._steps) / max(1, len(self._steps))
 
     def busy_seconds_per_token(self) -> float:
-        """Compute time of recent steps with the rest that the present share requires; no other waiting. 0: unknown."""
+        """Compute time of recent steps plus the rest that the current share requires, no other waits. 0: unknown."""
         seconds = sum(work.with_rest(self.compute_share) for works, _ in self._busy for work in works)
         return seconds / max(1, sum(tokens for _, tokens in self._busy))
 

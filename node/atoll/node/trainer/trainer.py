@@ -52,7 +52,7 @@ def no_progress_callback(_: messages.Loading) -> None:
 
 @dataclass(frozen=True)
 class TrainerFacts(messages.Ready):
-    """The child's first answer, with the facts that follow from it."""
+    """The child's first answer, with values derived from it."""
 
     @cached_property
     def layers(self) -> plan_pb2.LayerTable:
@@ -61,12 +61,12 @@ class TrainerFacts(messages.Ready):
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """First element of each layer of the whole model, and one entry more: the end of the last layer."""
+        """First element of each layer of the whole model, followed by the end of the last layer."""
         return layer_offsets(self.layers)
 
     @cached_property
     def mixture_progress(self) -> MixtureProgress | None:
-        """Counts what of each source is trained; None without a mixture."""
+        """Counter of the samples trained from each source; None without a mixture."""
         stages = [WeighedSources(start, weights) for start, weights in self.mixture]
         return MixtureProgress(self.sources, stages, self.sample_tokens) if stages else None
 
@@ -108,7 +108,7 @@ class TrainerExit:
         return f"the trainer {how}" + (f": {self.last_line}" if self.last_line else "")
 
     def error(self) -> ChildDied:
-        """The error that the end is for those who need the trainer."""
+        """The error to raise to callers that need the trainer."""
         if any(word in self.last_line for word in _OUT_OF_MEMORY):
             return TrainerOutOfMemory(str(self), "lower micro_batch_samples, or use a larger device")
         hint = "; the system does that when its memory runs out" if self.returncode == -signal.SIGKILL else ""
@@ -116,14 +116,14 @@ class TrainerExit:
 
 
 class Trainer:
-    """One trainer process. `spawn` creates it; the caller calls `stop` in the end.
+    """One trainer process. `spawn` creates it; its owner must call `stop`.
 
     It has more than 20 methods because each order is one typed method.
     """
 
     program = WORKER_MODULE  # module that the child runs; benchmarks run others
     facts: TrainerFacts
-    stage_socket: StageSocket | None = None  # of a trainer with a span; the `RouteConnection` uses it
+    stage_socket: StageSocket | None = None  # of a trainer with a span; used by `RouteConnection`
     # fp32 [E] of the held layers, shared with the child:
     anchor: Tensor  # the parent writes it; the child reads it on orders and writes it in `initialise`
     pseudo_gradient: Tensor  # the child writes it in `snapshot`; valid until `apply` or `discard`
@@ -157,9 +157,9 @@ class Trainer:
     ) -> Trainer:
         """Send a child its configuration and wait until it has corpus, model and device. The trainer then owns it.
 
-        Loading may take any time. `timeout` limits the time without progress; `on_progress` is called on each progress
-        report. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
-        `DeadlineExceeded`.
+        Loading may take arbitrarily long. `timeout` limits the time between two progress reports; `on_progress` is
+        called on each progress report. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`),
+        `ChildDied`, `DeadlineExceeded`.
         """
         try:
             reader, writer = await asyncio.open_connection(sock=child.control, limit=messages.MAX_LINE_BYTES)
@@ -193,7 +193,7 @@ class Trainer:
     async def load(
         self, *, ranges: Sequence[SampleRange], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
     ) -> None:
-        """Set weights to `anchor` and reset progress. The optimiser's state is kept when there is one."""
+        """Set weights to `anchor` and reset progress. The optimiser's state is kept if it exists."""
         await self._order(messages.Load(tuple(ranges), committed_tokens), timeout)
 
     async def train(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
@@ -246,7 +246,10 @@ class Trainer:
         )
 
     async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Replace the data ranges by samples not consumed as of the loaded anchor. Keeps snapshot and progress."""
+        """Replace the data ranges by the samples that were not consumed at the loaded anchor.
+
+        Keeps snapshot and progress.
+        """
         await self._order(messages.SetRanges(tuple(ranges)), timeout)
 
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
@@ -262,10 +265,10 @@ class Trainer:
     async def audit(
         self, own: Sequence[int], other: Sequence[int], part: SampleRange, *, timeout: timedelta = ORDER_TIMEOUT
     ) -> messages.AuditGains:
-        """Measure what an update gains on these samples, between two steps.
+        """Measure how much an update lowers the loss on these samples, between two steps.
 
-        The caller wrote it to `part` of `pseudo_gradient`, all of which is lost. Raises `InvalidTransition` while a
-        snapshot is there, and where the model is on several devices.
+        The caller wrote the update to `part` of `pseudo_gradient`; the whole vector is overwritten. Raises
+        `InvalidTransition` while a snapshot exists, and if the model is on several devices.
         """
         found = await self._order(messages.Audit(tuple(own), tuple(other), *part), timeout)
         assert isinstance(found, messages.AuditGains)
@@ -287,7 +290,8 @@ class Trainer:
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Make the span this stage of a route; then run a `RouteConnection` over `stage_socket`. Weights do not change.
 
-        Raises `InvalidRequest` when the span does not fit the stage: only a first or last stage has the model's ends.
+        Raises `InvalidRequest` when the span does not fit the stage: only a first or last stage holds the first or last
+        layer.
         """
         await self._order(messages.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
 
@@ -301,12 +305,12 @@ class Trainer:
     async def keep_optimizer(self, path: Path, *, timeout: timedelta) -> None:
         """Write the inner optimiser's state to `path`.
 
-        Raises `InvalidTransition` where there is none, or several devices have it, and `DataDirUnusable`.
+        Raises `InvalidTransition` if there is no state yet or it is on several devices, and `DataDirUnusable`.
         """
         await self._order(messages.KeepOptimizer(str(path)), timeout)
 
     async def restore_optimizer(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Go on with a state that was kept. Raises `CheckpointCorrupt`, and then changes nothing."""
+        """Continue with a state that `keep_optimizer` wrote. Raises `CheckpointCorrupt`, and then changes nothing."""
         await self._order(messages.RestoreOptimizer(str(path)), timeout)
 
     async def stop(self, timeout: timedelta) -> None:
@@ -338,9 +342,9 @@ class Trainer:
         except DeadlineExceeded as error:
             if isinstance(
                 order, messages.Evaluate | messages.Audit | messages.Generate | messages.Stop
-            ):  # long, or waiting for others of a route
+            ):  # takes long, or waits for other stages of a route
                 raise
-            self._child.kill()  # its device or disk hangs: a new process may work
+            self._child.kill()  # the trainer's device or disk hangs: a new process may work
             raise ChildDied(f"{error}: it was killed", f"see its log {self._child.log_path}") from error
 
     async def _await_ready(self, silence: timedelta) -> messages.Answer:
@@ -381,7 +385,7 @@ class Trainer:
                     self._on_progress(envelope.body)
                 elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("messages.Answer", envelope.body))
-        except ConnectionError:  # the child was killed with orders unread: treat it as end of file
+        except ConnectionError:  # the child was killed with unread orders: treat it as end of file
             pass
         except ValueError:  # the channel is corrupt: the child cannot be used any more
             self._child.kill()

@@ -1,7 +1,7 @@
-"""Start of a trainer's process, before it is told what to train, with the resources that it shares with the daemon.
+"""Start of a trainer's process, before it gets its configuration, with the resources that it shares with the daemon.
 
-Nothing here imports torch. A daemon starts its trainer's process first, so that both import torch at the same time. The
-trainer then loads its model while the daemon joins the swarm.
+Nothing here imports torch. The daemon starts the process first, so that daemon and trainer import torch in parallel.
+The trainer then loads its model while the daemon joins the swarm.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class TrainerProcess:
         return cls(process, control, stage_socket, vector_fds, log_path, log_start)
 
     def release(self, *, keep_stage_socket: bool) -> None:
-        """Close the descriptors that the trainer no longer needs. Only the first call does: numbers are reused."""
+        """Close the descriptors that are no longer needed.
+
+        Later calls do nothing, since the numbers may have been reused.
+        """
         if self.claimed:
             return
         self.claimed = True
@@ -80,7 +83,8 @@ class TrainerProcess:
     def kill(self) -> None:
         """Kill the process with SIGKILL.
 
-        `process.kill()` must not be used: it polls, and asyncio's watcher then misses the end of a child it reaps.
+        `process.kill()` must not be used: it polls and may reap the child, and asyncio's watcher then misses the
+        child's end.
         """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -68,7 +68,7 @@ class ControlChannel:
 
 
 def _crash(args: threading.ExceptHookArgs) -> None:
-    """Supervision boundary of all threads: the process cannot work without any one of them."""
+    """Supervision boundary of all threads: if any thread fails, the process ends."""
     if args.exc_value is not None:
         traceback.print_exception(args.exc_value)
     sys.stderr.flush()
@@ -76,7 +76,7 @@ def _crash(args: threading.ExceptHookArgs) -> None:
 
 
 class OrderLoop(Protocol):
-    """A loaded process: a `TrainerSession` or a `RankProcess`."""
+    """A process that has loaded its model: a `TrainerSession` or a `RankProcess`."""
 
     def serve(self) -> None:
         """Execute orders until `Stop`."""
@@ -84,7 +84,7 @@ class OrderLoop(Protocol):
 
 
 def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], OrderLoop]:
-    """Import torch, before the configuration arrives and after the process is sure to end with its parent."""
+    """Import torch before the configuration arrives, but after `die_with_parent`."""
     from atoll.node.trainer.rank_process import RankProcess
     from atoll.node.trainer.session import TrainerSession
 

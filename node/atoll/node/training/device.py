@@ -1,4 +1,4 @@
-"""Devices: selection, memory, memory limits and precision. Only this module asks torch for the machine's hardware.
+"""Devices: selection, memory, memory limits and precision. Only this module queries the hardware through torch.
 
 ROCm builds of torch present their GPUs as CUDA devices and need no code of their own. A GPU without bf16 units computes
 in fp16 with loss scaling. That is local to the node: vectors between nodes are fp32.
@@ -28,7 +28,7 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The facts about a device that reports show."""
+    """Facts about a device, for reports."""
 
     device: str
     name: str
@@ -37,7 +37,7 @@ class DeviceFacts:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that `auto`, `cpu`, `cuda:0`, `mps`, … names on this machine. Raises `ConfigError`."""
+    """Return this machine's device for `auto`, `cpu`, `cuda:0`, `mps`, …. Raises `ConfigError`."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
@@ -73,7 +73,7 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes:
 
 
 def _processor() -> str:
-    """Return the CPU's name, or an empty text if the system does not tell it."""
+    """Return the CPU's name; empty if the system does not report it."""
     try:
         lines = _PROCESSORS.read_text(errors="replace").splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def warm_up() -> None:
 
 
 def limit_host_memory(memory_bytes: int) -> None:
-    """Limit how many more bytes this process may allocate (Linux). A larger allocation fails."""
+    """Limit (on Linux) how many more bytes this process may allocate. A larger allocation fails."""
     if not _PROCESS.exists():
         return
     lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
@@ -108,7 +108,7 @@ def limit_device_memory(device: torch.device, facts: DeviceFacts, vram_fraction:
     context, some hundred MB, is not counted. There is no effect on a CPU. `facts` are used in the error.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # else a process for another GPU also takes some hundred MB of the first
+        torch.cuda.set_device(device)  # otherwise a process for another GPU also takes some hundred MB of the first GPU
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)
         if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:
@@ -138,7 +138,7 @@ def working_precision(precision: str, device: torch.device) -> str:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """True for a GPU that multiplies bf16 at least as fast as fp32. CPUs count as without: most of them are."""
+    """True for a GPU that multiplies bf16 at least as fast as fp32. False for CPUs, because most have no bf16 units."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -151,7 +151,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
 def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
     """Read a clock that runs while the caller computes.
 
-    On a CPU it is the thread's CPU time, so that it stands still while the thread has no core.
+    On a CPU it is the thread's CPU time, which excludes time in which the thread has no core.
     """
     return time.thread_time() if device.type == "cpu" else clock.monotonic()
 
@@ -159,7 +159,8 @@ def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
 def lock_host_pages(vector: Tensor, device: torch.device) -> bool:
     """Lock a host vector's pages for a GPU, which copies to and from locked pages several times as fast.
 
-    Returns whether they are locked: as long as `vector` itself exists. It is no error if the system refuses.
+    Returns whether they are locked; they stay so as long as `vector` itself exists. A refusal by the system is no
+    error.
     """
     if device.type != "cuda" or not vector.numel():
         return False
@@ -167,7 +168,7 @@ def lock_host_pages(vector: Tensor, device: torch.device) -> bool:
     if int(runtime.cudaHostRegister(address, vector.nbytes, 0)) == 0:
         weakref.finalize(vector, runtime.cudaHostUnregister, address).atexit = False
         return True
-    with suppress(RuntimeError):  # the next call reports the error, and forgets it
+    with suppress(RuntimeError):  # the next call of CUDA reports and clears the error
         torch.zeros(1, device=device).add_(1)
     return False
 

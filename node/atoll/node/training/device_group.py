@@ -22,7 +22,7 @@ from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import parse_device_names
 from atoll.node.training.targets import ZERO_WEIGHT_DIVISOR, count_targets, divisor
 
-_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # overrides what the machine's owner has set
+_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # overrides the settings of the machine's owner
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=8)  # long enough to load a corpus, shorter than the daemon's own timeout
 
 SendToRanks = Callable[[Any], object]
@@ -34,11 +34,11 @@ def no_other_ranks(_: Any) -> None:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a process needs to connect to the group."""
+    """The data that a process needs to connect to the group."""
 
     devices: Sequence[torch.device]
     rank: int
-    rendezvous_fd: int  # memory file that all processes have open
+    rendezvous_fd: int  # descriptor of the memory file that all processes share
     send_to_ranks: SendToRanks = no_other_ranks
 
 
@@ -58,7 +58,7 @@ class DeviceGroup:
         os.environ.update(_INTERFACE)
         rank, size, device = rendezvous.rank, len(rendezvous.devices), rendezvous.devices[rendezvous.rank]
         store = dist.FileStore(f"/proc/self/fd/{rendezvous.rendezvous_fd}", size)  # type: ignore[attr-defined]
-        store.set_timeout(_RENDEZVOUS_TIMEOUT)  # else the store's own, shorter timeout applies
+        store.set_timeout(_RENDEZVOUS_TIMEOUT)  # otherwise the store's own, shorter timeout applies
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -79,11 +79,11 @@ class DeviceGroup:
         return torch.equal(self.broadcast(own.clone()), own)
 
     def own_rows(self, rows: int) -> slice:
-        """Return which rows of a batch are this process's; the last processes may have fewer or none."""
+        """Return the rows of a batch that belong to this process; the last processes may have fewer or none."""
         return self.rows_by_rank(rows)[self.rank]
 
     def rows_by_rank(self, rows: int) -> list[slice]:
-        """Return which rows of a batch are each process's."""
+        """Return the rows of a batch that belong to each process."""
         most = -(-rows // self.size)
         return [slice(min(rank * most, rows), min((rank + 1) * most, rows)) for rank in range(self.size)]
 
@@ -106,7 +106,7 @@ class DeviceGroup:
                 yield batch_BT[:1], ZERO_WEIGHT_DIVISOR
 
     def scatter(self, rows: int, shape: Sequence[int], dtype: torch.dtype, whole: Tensor | None) -> Tensor:
-        """Return this process's rows of `whole`, which rank 0 has; one row of zeros if it has none.
+        """Distribute `whole` from rank 0, and return this process's rows; one row of zeros if it has none.
 
         `shape` is that of a row. `whole` is None on the other ranks.
         """

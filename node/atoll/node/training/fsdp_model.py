@@ -1,7 +1,7 @@
 """Model sharded over a node's devices by FSDP2 (`fully_shard`; Zhao et al. 2023, arXiv:2304.11277).
 
-Every device has a shard of each parameter, with its gradient, moments, anchor and snapshot. A block is gathered for the
-time that it computes. Each device computes its share of the samples, and gradients are summed by FSDP2 during backward.
+Every device has a shard of each parameter, with its gradient, moments, anchor and snapshot. A block is gathered only
+while it computes. Each device computes its share of the samples, and gradients are summed by FSDP2 during backward.
 Other nodes see one member: it sends and receives whole vectors, in memory that its processes share
 (`model/local_weights.py`).
 
@@ -49,9 +49,9 @@ class FsdpModel:
         for unit in (*blocks, self.whole):
             if compiles and unit is not self.whole:
                 unit.compile()
-            # reshard also the outermost unit: evaluations change parameters without a backward in between
+            # reshard also the outermost unit, because evaluations change parameters and run no backward
             state = fully_shard(unit, mesh=group.mesh, ignored_params=ignored, reshard_after_forward=True)
-            state.set_gradient_divide_factor(1.0)  # a process's loss is a part of the whole loss, not a mean
+            state.set_gradient_divide_factor(1.0)  # each process's loss is a summand of the whole loss, not a mean
             state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces, not even by one
         buffers = [(part, dict(part.named_buffers(recurse=False))) for part in span_definition.module.modules()]
         self.whole.to_empty(device=self.device)
@@ -71,7 +71,7 @@ class FsdpModel:
         self.weights: Weights = ShardedWeights(pieces, [own.data for own in self._own], self.device)
 
     def _allocate_tied_weight_copy(self) -> nn.Parameter:
-        """Allocate a matrix that another node owns: whole on each device, with a gradient of its own."""
+        """Allocate a copy of a matrix that another node owns: whole on each device, with its own gradient."""
         module, _, name = self._tie.borrower.rpartition(".")
         bound = nn.Parameter(
             torch.zeros(_parameter(self.span_definition, self._tie.borrower).shape, device=self.device)
@@ -85,7 +85,7 @@ class FsdpModel:
         return cast("Tensor", self.whole(x, starts_BT))
 
     def parameters(self) -> list[nn.Parameter]:
-        """List this device's shards; an optimiser steps them as if they were whole."""
+        """Return this device's shards; an optimiser steps them like whole parameters."""
         return self._own
 
     @property
@@ -96,7 +96,7 @@ class FsdpModel:
 
     @property
     def muon_matrices(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """This device's shards, and the DTensors that they are of: all devices step these at the same time."""
+        """This device's shards, each with its DTensor: all devices step these at the same time."""
         within = range(1, self.span_definition.layers - 1)
         return [
             (own, dtensor)
@@ -111,14 +111,14 @@ class FsdpModel:
 
     @property
     def _borrows(self) -> bool:
-        """True if a tied matrix here is owned by another node."""
+        """True if a tied matrix here is a copy, whose owner is another node."""
         return self.span_definition.tie is not None and self.span_definition.is_last
 
     def _place_of(self, name: str) -> int:
         return [slot.name for slot in self.trained_layout.slots].index(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all frozen tensors by name in the whole model."""
+        """Yield all frozen tensors by their name in the whole model."""
         return named(self.span_definition, self.frozen_layout, self.frozen_E)
 
     @property
@@ -135,14 +135,14 @@ class FsdpModel:
         return cast("DTensor", self.tied_weight.detach()).full_tensor()
 
     def add_to_tied_gradient(self, gradient_VD: Tensor) -> None:
-        """Add the borrower's gradient, which is equal on all devices, to the tied matrix's."""
+        """Add the gradient of the tied matrix's other end, equal on all devices, to the gradient here."""
         own = self._own[self._place_of(self._tie.owner)]
         rows = -(-gradient_VD.shape[0] // self._group.size)
         piece = gradient_VD[self._group.rank * rows : self._group.rank * rows + own.shape[0]]
         own.grad = piece.clone() if own.grad is None else own.grad + piece
 
     def gather_gradients(self) -> None:
-        """Give each shard the gradient that backward left in its DTensor."""
+        """Copy to each shard the gradient that backward left in its DTensor."""
         for own, dtensor in zip(self._own, self._dtensors, strict=True):
             own.grad = None if dtensor.grad is None else cast("DTensor", dtensor.grad).to_local()
 
@@ -171,7 +171,7 @@ def shard_model(
 ) -> FsdpModel:
     """Shard a span over the group: frozen parameters get their values, trained ones are zero.
 
-    Raises `ConfigError` for what several devices cannot train together.
+    Raises `ConfigError` if several devices cannot train this model.
     """
     if working_precision(section.precision, group.device) == "fp16":
         raise ConfigError(
@@ -188,7 +188,7 @@ def shard_model(
 
 
 def _tied(span_definition: SpanDefinition) -> SpanDefinition:
-    """Make a tied matrix one parameter: span definitions have two, for spans that contain one end of the tie."""
+    """Merge the two parameters of a tied matrix: a span definition has two, for spans with only one end of the tie."""
     if span_definition.tie is not None:
         module, _, name = span_definition.tie.borrower.rpartition(".")
         setattr(
@@ -202,7 +202,7 @@ def _parameter(span_definition: SpanDefinition, name: str) -> nn.Parameter:
 
 
 def _blocks(span_definition: SpanDefinition) -> list[str]:
-    """List the module paths of the layers between the first and the last layer of the model."""
+    """Return the module paths of all layers except the model's first and last one."""
     names = []
     for layer, parameters in enumerate(span_definition.parameters, span_definition.span.first):
         if 0 < layer < span_definition.layers - 1:

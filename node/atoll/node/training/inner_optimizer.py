@@ -40,7 +40,7 @@ class InnerOptimizer:
     ) -> None:
         """`embedding` may be one of `parameters` or None.
 
-        `muon_matrices` lists parameters that Muon may step, each as among `parameters`, and as a whole matrix.
+        `muon_matrices` lists parameters that Muon may step, each as its entry in `parameters` and as a whole matrix.
         """
         assert section.name != "auto", "a run spec resolves it"
         pairs = list(muon_matrices) if section.name == "muon" else []
@@ -66,7 +66,7 @@ class InnerOptimizer:
         return [part.state_dict() for part in self.optimizers]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned for the same parameters."""
+        """Restore the state that `state_dict` returned for the same parameters."""
         for part, own in zip(self.optimizers, state, strict=True):
             part.load_state_dict(own)
 
@@ -134,7 +134,7 @@ class Stepper:
     def step(self) -> None:
         """Clip the gradient by its global norm, step, and reset the gradient.
 
-        It waits once for the device, for the norms; all work that was queued before is then done.
+        It waits for the device once, to read the norms; all work queued before is done after that.
         """
         self._model.gather_gradients()
         for part in self.optimizer.optimizers:

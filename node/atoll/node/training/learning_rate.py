@@ -16,7 +16,7 @@ def learning_rate(spec: RunSpec, committed_tokens: int) -> float:
     """Compute the inner optimiser's learning rate after `committed_tokens` of the whole run."""
     section = spec.optimizer
     if committed_tokens < section.warmup_tokens:
-        # count one step's tokens more: the first step must not have rate 0
+        # add the tokens of one step: the first step must not have rate 0
         return section.learning_rate * min(1.0, (committed_tokens + spec.tokens_per_step) / section.warmup_tokens)
     decay_tokens = max(1, spec.run.stop_tokens - section.warmup_tokens)
     progress = min(1.0, (committed_tokens - section.warmup_tokens) / decay_tokens)

@@ -2,8 +2,7 @@
 
 It counts the seconds that training waited for it. `restart` gives it a new feed and drops the batches prepared from the
 old one. Dropped batches do not count as consumed: the training loop counts consumption when a step is done. While the
-corpus cannot be fetched the loader tries again and again, and says so in `trouble`: a home line is away for minutes at
-times.
+corpus cannot be fetched, the loader retries and gives the reason in `trouble`: a home connection can fail for minutes.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -69,18 +68,18 @@ class Loader:
 
     @property
     def report(self) -> DataReport:
-        """What was read until now. Empty for text that a node has whole."""
+        """Counts of the text read so far. Empty if the node has the whole text."""
         return (
             self._corpus.data_report(self._samples_taken) if isinstance(self._corpus, ShardedCorpus) else DataReport()
         )
 
     @property
     def trouble(self) -> str:
-        """Why the next batch does not come; empty while batches come."""
+        """Why the next batch is late; empty while batches arrive."""
         return "" if self._ready or not isinstance(self._corpus, ShardedCorpus) else self._corpus.trouble
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next batch. Returns whether `next` will return or raise at once."""
+        """Wait for the next batch. Returns whether `next` will return or raise without waiting."""
         with self._changed:
             return self._wait(seconds)
 
@@ -108,7 +107,7 @@ class Loader:
             return batch
 
     def close(self) -> None:
-        """End the thread, and those of the corpus."""
+        """End this thread and the threads of the corpus."""
         self._corpus.close()
         with self._changed:
             self._closed = True

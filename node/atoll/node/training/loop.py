@@ -56,7 +56,7 @@ class InnerLoop(Replica):
         """Build the model and start the loader.
 
         `run`: the spec's model, if the caller has it already. `group`: processes that each have a shard of the model.
-        Raises `ConfigError` for what a group cannot train, and `ModelTooLarge`.
+        Raises `ConfigError` if a group cannot train this model, and `ModelTooLarge`.
         """
         self.corpus, self.clock = corpus, clock or SystemClock()
         self.device, self._group = choose_device(str(device)) if group is None else group.device, group
@@ -100,7 +100,8 @@ class InnerLoop(Replica):
             loss = self.loss(tokens_BT) / times
             stepper.backward(loss)
             loss_sum += loss.detach()
-        mean = self._sum(loss_sum).to("cpu", non_blocking=True)  # there when `step` has waited for the norms
+        # copied by the time that `step` has waited for the norms
+        mean = self._sum(loss_sum).to("cpu", non_blocking=True)
         stepper.step()
         tokens = len(batch.taken.samples) * self.corpus.sequence_length
         self.progress.add(tokens, batch.taken)
@@ -118,11 +119,11 @@ class InnerLoop(Replica):
         return ((part_BT, divisor(targets, count_targets(part_BT))) for part_BT in torch.split(batch_BT, at_most))
 
     def _sum(self, mine: Tensor) -> Tensor:
-        """Sum over all processes; the parts of a mean make the mean."""
+        """Sum over all processes, so that their parts make the whole mean."""
         return mine if self._group is None else self._group.all_reduce_sum(mine)
 
     work = step  # the name in the session's interface
-    between_steps = True  # always true: a step is not interrupted
+    between_steps = True  # always true: a step cannot be interrupted
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +159,7 @@ class InnerLoop(Replica):
         return self.held_out_loss(flat_E).value
 
     def held_out_loss(self, flat_E: Tensor) -> HeldOutLoss:
-        """Compute it for each source, too."""
+        """Compute the held-out loss of any parameters, also for each source."""
         with self._with_parameters(flat_E) as logits_of:
             return HeldOutLoss.of(
                 [self._loss_of(name, windows, logits_of) for name, windows in held_out_sets(self.corpus)]
@@ -180,10 +181,10 @@ class InnerLoop(Replica):
     def audit(
         self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int], part: slice = ALL
     ) -> Gains:
-        """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
+        """Measure how much an update lowers the loss on `own` and on `other` samples: anchor against anchor − update.
 
-        The update is of `part` of the elements. Samples without a target tell nothing. Overwrites all of `update_E`.
-        Raises `InvalidTransition` where the model is on several devices, or too few samples have a target.
+        The update covers `part` of the elements. Samples without a target are ignored. Overwrites all of `update_E`.
+        Raises `InvalidTransition` if the model is on several devices, or too few samples have a target.
         """
         if self._group is not None:
             raise InvalidTransition("a model on several devices cannot audit updates")
@@ -241,16 +242,16 @@ class InnerLoop(Replica):
     def probe(
         self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0, scratch_E: Tensor | None = None
     ) -> float:
-        """Measure tokens per second over a few real steps at the limits that are set, and reset all state.
+        """Measure tokens per second over a few real steps within the current limits, and reset all state.
 
         Call it before the first `load`: it starts from fresh weights and drops its optimiser. `scratch_E`: initial
-        parameters, if the caller has them; they are zero afterwards.
+        parameters if the caller has them; it is zeroed.
         """
         if scratch_E is None:
             scratch_E = torch.empty(self.layout.elements)
             self.initialise_into(scratch_E)
         self.load(scratch_E, ranges=((0, self._samples_per_step),))
-        self.step()  # warm: kernels, allocator, compilation
+        self.step()  # warms up kernels, allocator and compilation
         started = self.clock.monotonic()
         tokens = sum(self.step().tokens for _ in range(PROBE_STEPS))
         computed = (self.clock.monotonic() - started) / compute_share
@@ -265,7 +266,7 @@ class InnerLoop(Replica):
 
     @property
     def optimizer(self) -> InnerOptimizer | None:
-        """The inner optimiser; None where its state is spread over several devices."""
+        """The inner optimiser; None if its state is spread over several devices."""
         return self._ready_stepper().optimizer if self._group is None else None
 
     @property

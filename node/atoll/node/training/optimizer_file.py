@@ -1,4 +1,4 @@
-"""The inner optimiser's state on this node's own disk, so that a node which is started again goes on with it.
+"""The inner optimiser's state on this node's own disk, so that a restarted node continues with it.
 
 The file is torch's own format, read without unpickling code (`weights_only`). It never comes from or goes to another
 node. State of another run, model, span or optimiser is not used.
@@ -21,7 +21,7 @@ from atoll.node.training.inner_optimizer import InnerOptimizer
 
 _STATE, _OWNER = "state", "owner"
 
-Owner = Mapping[str, str]  # what the state belongs to: run, model, span, optimiser
+Owner = Mapping[str, str]  # identity of the state's run, model, span and optimiser
 
 
 def keep(optimizer: InnerOptimizer, owner: Owner, path: Path) -> None:
@@ -43,7 +43,7 @@ def keep(optimizer: InnerOptimizer, owner: Owner, path: Path) -> None:
 
 
 def restore(optimizer: InnerOptimizer, owner: Owner, path: Path) -> None:
-    """Give the optimiser a kept state; its rates and other settings stay.
+    """Load a kept state into the optimiser; its learning rates and other settings do not change.
 
     Raises `CheckpointCorrupt`, and then changes nothing.
     """
@@ -63,7 +63,7 @@ def restore(optimizer: InnerOptimizer, owner: Owner, path: Path) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise `ValueError` unless every parameter has a finite state of its shape."""
+    """Raise `ValueError` unless every parameter has a finite state of the parameter's shape."""
     parameters = _parameters(optimizer)
     if sorted(state) != list(range(len(parameters))):
         raise ValueError(f"it is of {len(state)} parameters, and not of {len(parameters)}")

@@ -1,4 +1,4 @@
-"""Counters of training that no round has counted yet, and totals. Pure bookkeeping.
+"""Counters of training that is not yet part of a committed round, and totals. Pure bookkeeping.
 
 The counters start again with each round that counted this node. `mark_snapshot` marks what a snapshot contains.
 `commit_snapshot` subtracts the marked part, which a manifest now counts. `discard_snapshot` forgets the mark. The
@@ -52,7 +52,7 @@ class Progress:
         self.samples_repeated += taken.repeated
 
     def mark_snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Mark the present state as the contents of a snapshot of elements [start, end), by default all.
+        """Mark the current state as the contents of a snapshot of elements [start, end), by default all.
 
         A fragment may be cut differently from earlier ones; then no token of any of its elements counts twice.
         """
@@ -64,7 +64,7 @@ class Progress:
         return self._marked
 
     def commit_snapshot(self) -> None:
-        """Subtract the marked part, which a round committed; later training stays."""
+        """Subtract the marked part, which a round committed; later training remains."""
         start, end = self._fragment
         others = [
             rest

@@ -2,8 +2,8 @@
 
     load(anchor) → … → snapshot() → … → apply(new anchor) | rebase(new anchor) | discard()
 
-`snapshot` fixes the pseudo-gradient (anchor − weights); training goes on while peers average it. `apply` takes the new
-anchor and adds the progress made meanwhile ("carry"). `rebase` moves all progress to an anchor that others made.
+`snapshot` fixes the pseudo-gradient (anchor − weights); training continues while peers average it. `apply` takes the
+new anchor and adds the progress made meanwhile ("carry"). `rebase` moves all progress to an anchor that others made.
 `discard` forgets an abandoned round and keeps all progress (docs/explain/architecture.md).
 
 `training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span) train the weights. All vectors are fp32 and
@@ -54,7 +54,7 @@ class Replica:
         self._snapshot_part = ALL
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
-        """Set the weights to an anchor and reset progress; the optimiser's state stays if there is one."""
+        """Set the weights to an anchor and reset progress. The optimiser's state is kept if it exists."""
         self._anchor.copy_(self.weights.local_values(anchor_E))
         with self.weights.modify() as weights:
             weights.copy_(self._anchor)
@@ -64,7 +64,7 @@ class Replica:
         self.set_committed_tokens(committed_tokens)
 
     def snapshot(self, part: slice = ALL) -> Snapshot:
-        """Fix what was trained since the anchor, in `part` of the elements.
+        """Fix the progress since the anchor, in `part` of the elements.
 
         A second snapshot replaces the first.
         """
@@ -169,16 +169,16 @@ class Replica:
 
     @property
     def data_report(self) -> DataReport:
-        """What was read of the training text, and from where."""
+        """Counts of the training text that was read, by place."""
         return self._loader.report
 
     @property
     def data_trouble(self) -> str:
-        """Why the next batch does not come; empty while batches come."""
+        """Why the next batch is late; empty while batches arrive."""
         return self._loader.trouble
 
     def await_data(self, seconds: float) -> bool:
-        """Wait for the next batch, and return whether it is there."""
+        """Wait for the next batch, and return whether it has arrived."""
         return self._loader.wait(seconds)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class SampleFeed:
 
     @property
     def upcoming(self) -> tuple[SampleRange, ...]:
-        """Ranges that are not taken yet."""
+        """Ranges that no step has taken yet."""
         return self._left
 
     def take(self, count: int) -> SampleNumbers:

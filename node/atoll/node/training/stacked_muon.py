@@ -55,12 +55,12 @@ class StackedMuon(torch.optim.Muon):
 
 
 def _stackable(matrices: Sequence[Tensor]) -> bool:
-    """True where stacking saves launches: whole matrices on a GPU. Elsewhere it would only take memory."""
+    """True if stacking saves launches: for whole matrices on a GPU. Elsewhere it would only cost memory."""
     return matrices[0].is_cuda and not isinstance(matrices[0], DTensor)
 
 
 def stacks(matrices: Sequence[Tensor], *, together: bool) -> Iterator[list[Tensor]]:
-    """Group matrices by shape, in stacks of at most `STACK_ELEMENTS` if `together`, else of one."""
+    """Group matrices by shape, in stacks of at most `STACK_ELEMENTS` if `together`, else one by one."""
 
     def shape(matrix: Tensor) -> tuple[int, ...]:
         return tuple(matrix.shape)

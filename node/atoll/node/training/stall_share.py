@@ -12,7 +12,7 @@ class StallShare:
 
     def __init__(self) -> None:
         self._seconds = self._stalled = 0.0
-        self._seen: tuple[float, float] | None = None  # time and stall at the last look, if training went on then
+        self._seen: tuple[float, float] | None = None  # time and stall seconds of the last call, if training ran then
 
     @property
     def value(self) -> float:
@@ -20,7 +20,7 @@ class StallShare:
         return min(1.0, self._stalled / self._seconds) if self._seconds else 0.0
 
     def look(self, now: float, stall_seconds: float, training: bool) -> None:
-        """Count the time since the last look, if training goes on and did then. `stall_seconds` only grows."""
+        """Count the time since the last call, if training runs and ran then. `stall_seconds` only grows."""
         if training and self._seen is not None and now > self._seen[0]:
             passed = now - self._seen[0]
             kept = math.exp(-passed / MEMORY_SECONDS)

@@ -29,24 +29,24 @@ def inputs_and_targets(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def document_starts(tokens_BT: Tensor) -> Tensor:
-    """Tell which inputs of a corpus's windows [B,T+1] start a document, bool [B,T]; the first of a window does."""
+    """Return which inputs of a corpus's windows [B,T+1] start a document, bool [B,T]; each window's first one does."""
     starts_BT = _numbers(tokens_BT[:, :-1]) >= DOCUMENT_START
     starts_BT[:, 0] = True
     return starts_BT
 
 
 def _numbers(tokens_BT: Tensor) -> Tensor:
-    """Undo the complement."""
+    """Return the token numbers, without complements."""
     return tokens_BT ^ (tokens_BT >> 63)
 
 
 def count_targets(tokens_BT: Tensor) -> int:
-    """Count the targets of windows [B,T+1]; windows on the host cost no wait for a device."""
+    """Count the targets of windows [B,T+1]; for windows on the host, without waiting for a device."""
     return int((tokens_BT[:, 1:] >= 0).sum())
 
 
 def divisor(targets_of_all: int, targets_of_part: int) -> float:
-    """Return by what to divide the mean loss of a part, so that the parts add up to the mean of all."""
+    """Return the divisor for the mean loss of a part, so that the parts add up to the mean over all targets."""
     return targets_of_all / targets_of_part if targets_of_all and targets_of_part else ZERO_WEIGHT_DIVISOR
 
 

@@ -84,13 +84,16 @@ class Gate:
         return member
 
     def is_admitted(self, peer_id: str) -> bool:
-        """Tell whether `require` would pass."""
+        """Return whether `require` would succeed."""
         member = self._members.get(peer_id)
         banned = peer_id in self._deny.peer_ids
         return member is not None and not banned and member.valid_at(self._clock.unix())
 
     def evict(self, peer_id: str) -> None:
-        """Forget a member and close its streams. The libp2p connection stays, so that a refusal can say why."""
+        """Forget a member and close its streams.
+
+        The libp2p connection remains, so that a refusal can give the reason.
+        """
         self._members.pop(peer_id, None)
         for stream in self._streams.pop(peer_id, set()):
             stream.abort()

@@ -132,7 +132,7 @@ class SocketStream:
         await self._write(kind, header, body)
 
     async def refuse(self, header: Buffer) -> None:
-        """Send a refusal, the only frame that an unauthenticated peer may receive."""
+        """Send a refusal, the only frame that an unauthenticated peer may get."""
         await self._write(FrameKind.REFUSAL, header, b"")
 
     async def refuse_and_close(self, header: Buffer) -> None:
@@ -209,7 +209,7 @@ class SocketStream:
                 raise
 
     def _is_over(self) -> bool:
-        """Tell whether this end can send no more."""
+        """Return whether this end can send no more."""
         return self._writer.is_closing()
 
     async def _read_prefix(self) -> Prefix:
@@ -260,7 +260,8 @@ class SocketStream:
         return 0, -self._writer.transport.get_write_buffer_size()
 
     def _release(self) -> None:
-        self._traffic.down.cancel_slot(self._reserved_download_bytes)  # else a peer could announce much and block all
+        # otherwise a peer could block all others by announcing many bytes
+        self._traffic.down.cancel_slot(self._reserved_download_bytes)
         self._reserved_download_bytes = 0
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:

@@ -21,15 +21,15 @@ from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
 
 SMALL_FRAME_BYTES = 4 * 1024
-_PIECE_SECONDS = 0.05  # of the rate that one stream may use before another stream's turn
+_PIECE_SECONDS = 0.05  # how long one stream may use the whole rate before another stream's turn
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
-_BURST_SECONDS = 0.1  # of the rate that an idle limiter saves up
+_BURST_SECONDS = 0.1  # how many seconds of the rate an idle limiter accumulates
 DOWNLINK_WINDOW_SECONDS = 2.0
 DOWNLINK_MEMORY_SECONDS = 3600.0
 
 
 class RateLimiter:
-    """The rate limit of one direction, and the slots that are reserved already."""
+    """The rate limit of one direction, and its reserved slots."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class RateLimiter:
         return now if small else begins
 
     def cancel_slot(self, count: int) -> None:
-        """Return `count` reserved bytes that will not pass."""
+        """Return `count` reserved bytes that will not be sent or received."""
         if self.limited:
             self._reserved_until -= count / self._bytes_per_second
 
@@ -73,7 +73,7 @@ class RateLimiter:
             await asyncio.sleep(seconds)
 
     async def wait(self, count: int, *, small: bool) -> None:
-        """Wait until `count` more bytes may pass."""
+        """Wait until `count` more bytes may be sent or received."""
         await self.sleep_until(self.slot_start(count, small=small))
 
     def pieces(self, buffers: Iterable[Buffer], max_bytes: int) -> Iterator[Buffer]:

@@ -29,7 +29,7 @@ class Stream(Protocol):
 
     @property
     def has_own_connection(self) -> bool:
-        """Tell whether no other stream shares its connection. A new stream would then need a new, slow connection."""
+        """Whether no other stream shares its connection. A new stream would then need a new, slow connection."""
         ...
 
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
@@ -77,5 +77,8 @@ class Network(Protocol):
         ...
 
     def bytes_per_second_to(self, peer_id: str) -> float:
-        """Measured rate to a member, at most the upload limit. Infinite: it is on the local network. 0: unknown."""
+        """Measured rate to a member, at most the upload limit.
+
+        Infinite for a member on the local network. 0: unknown.
+        """
         ...
