@@ -14,7 +14,7 @@ from atoll.coordinator.rounds import credits
 from atoll.coordinator.runs import admission, deletion, departure, forgetting, identity_rotation, lifecycle, recovery
 from atoll.coordinator.services import views
 from atoll.coordinator.state.draft import Draft
-from atoll.coordinator.state.run_memory import ranks_of
+from atoll.coordinator.state.run_memory import Commit, ranks_of
 from atoll.coordinator.store.records import Credit
 from atoll.coordinator.web.status import Logs, status
 from atoll.core.identity import Identity
@@ -158,6 +158,51 @@ def test_rounds_that_a_recovery_made_void_keep_their_credit(swarm: Swarm) -> Non
     assert swarm.credit() == {"ann": (1000, 2), "bob": (1000, 2), "cem": (1000, 2)}
 
 
+def test_a_base_that_is_known_only_by_its_hash_is_not_counted_again(swarm: Swarm) -> None:
+    """Its row is not loaded at a restart if no node has a checkpoint of it; any member can send it again."""
+    first = swarm.commit("ann", "bob", "cem")
+    for name in ("ann", "bob", "cem"):
+        swarm.heads[name] = (1, hash_of(first))
+        swarm.say(name)
+    swarm.take(recovery.recover(swarm.state, swarm.now, RUN, force=True))
+    known = swarm.state.memory[RUN].committed[1]
+    draft = Draft(swarm.state, swarm.now)
+    draft.remember(RUN, committed={1: Commit(known.manifest_hash, committed_tokens=None)})
+    swarm.take(draft.done(None))
+    before = swarm.credit()
+    swarm.say("ann", rounds=[first])
+    assert swarm.state.memory[RUN].committed[1].committed_tokens == 1500  # it was taken
+    assert swarm.credit() == before
+
+
+def test_a_step_of_many_rounds_writes_each_row_once(swarm: Swarm) -> None:
+    manifest = manifest_pb2.Manifest(
+        contributions=[manifest_pb2.Contribution(peer_id=swarm.identities["ann"].peer_id, weight=5, tokens=5)]
+    )
+    draft = Draft(swarm.state, swarm.now)
+    for moment in range(10):
+        credits.count_round(draft, RUN, manifest, moment)
+    step = draft.done(None)
+    assert [row for row in step.records if isinstance(row, Credit)] == [
+        Credit(RUN, swarm.identities["ann"].peer_id, 50, 10, 0, 9)
+    ]
+
+
+def test_a_peer_that_is_unknown_after_a_restore_keeps_a_row_of_its_own(swarm: Swarm) -> None:
+    manifest = manifest_pb2.Manifest(contributions=[manifest_pb2.Contribution(peer_id="new", weight=5, tokens=5)])
+    draft = Draft(swarm.state, swarm.now)
+    credits.count_round(draft, RUN, manifest, 7)
+    swarm.take(draft.done(None))
+    (shown,) = views.credit_views(swarm.state, RUN, 10)
+    assert (shown.peer_id, shown.name, shown.rank, shown.tokens) == ("new", "", 1, 5)
+
+
+def test_no_round_is_older_than_its_run(swarm: Swarm) -> None:
+    members = [swarm.identities[name] for name in ("ann", "bob", "cem")]
+    swarm.say("ann", rounds=[round_report(1, swarm.previous, members, committed_unix_ms=1)])
+    assert {item.first_ms for item in swarm.state.memory[RUN].credits.values()} == {swarm.run.created_ms}
+
+
 def test_the_view_names_nodes_and_puts_forgotten_ones_last(swarm: Swarm) -> None:
     swarm.commit("ann", "bob", "cem")
     swarm.commit("ann", "bob", tokens_each=9)
@@ -166,7 +211,7 @@ def test_the_view_names_nodes_and_puts_forgotten_ones_last(swarm: Swarm) -> None
     swarm.take(draft.done(None))
     shown = views.credit_views(swarm.state, RUN, 10)
     assert [(item.rank, item.name, item.tokens) for item in shown] == [(1, "bob", 509), (2, "cem", 500), (0, "", 509)]
-    assert [item.name for item in views.credit_views(swarm.state, RUN, 1)] == ["bob"]
+    assert [item.name for item in views.credit_views(swarm.state, RUN, 1)] == ["bob", ""]
 
 
 def test_the_page_shows_the_first_contributors(swarm: Swarm) -> None:

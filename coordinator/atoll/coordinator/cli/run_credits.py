@@ -32,8 +32,8 @@ def credits(
 ) -> None:
     """Show what each node contributed to a run, the most tokens first. The numbers survive restarts and new keys.
 
-    They come from the signed manifests of committed rounds. Tokens of nodes on probation do not count. Nodes that left
-    keep their place; all that were forgotten share the last one.
+    They come from the manifests of committed rounds. Tokens of nodes on probation do not count. Nodes that left keep
+    their place. The last row is the sum of all nodes that were forgotten.
 
     [bold]Examples[/bold]
 
@@ -57,7 +57,7 @@ def credits(
 def _row(item: wire.CreditView, tokens: int) -> JsonObject:
     return {
         "rank": item.rank or "–",
-        "node": item.name if item.peer_id else "forgotten nodes",
+        "node": (item.name or f"…{item.peer_id[-6:]}") if item.peer_id else "forgotten nodes",
         "tokens": count_or_dash(item.tokens),
         "share": f"{100 * item.tokens / tokens:.1f} %" if tokens else "–",
         "rounds": item.rounds,

@@ -63,6 +63,7 @@ class CostTables:
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in problem.wishes.pins}
+        self._only_span = {pin.machine: pin.span for pin in problem.wishes.allowed_spans} | self.pins
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
 
@@ -132,9 +133,8 @@ class CostTables:
 
     def _permitted(self, profile: Machine) -> BoolArray:
         allowed = self.spans.is_span.copy()
-        only_span = {pin.machine: pin.span for pin in self.problem.wishes.allowed_spans} | self.pins
-        if profile.name in only_span:
-            span = only_span[profile.name]
+        if profile.name in self._only_span:
+            span = self._only_span[profile.name]
             allowed[:] = False
             if span is not None:
                 allowed[span[0], span[1] + 1] = True

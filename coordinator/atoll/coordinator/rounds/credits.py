@@ -1,11 +1,12 @@
-"""Credit: what each node contributed to a run, counted once per committed round, under its newest identity. Pure.
+"""What each node contributed to a run: counted once from each committed round, kept under its newest identity. Pure.
 
-A manifest says how many tokens count for each contribution, and a majority of seats signed it. So credit does not
-depend on a node's own reports, and it survives restarts of the node and of the coordinator. Without recoveries and
-skipped rounds, all credits of a run add up to its committed tokens. Rounds that a recovery made void keep theirs: the
-work was done. A member on probation gets rounds and no tokens, as in the run's own count.
+A manifest says how many tokens count for each contribution: what the member claimed, at most the plan's cap, if the
+seats accepted it. Credit survives restarts of the node and of the coordinator. All credits of a run add up to its
+committed tokens, except for recoveries and skipped rounds. A round that a recovery made void keeps its credit, because
+the work was done. A member on probation gets rounds and no tokens, as in the run's own count.
 
-All forgotten nodes share one row, with the empty peer id. So a run never has more rows than nodes.
+One row, with the empty peer id, is left of all nodes that the operator forgot. A peer that the coordinator does not
+know, after a restore, keeps a row of its own until it enrols again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.snapshot import State
-from atoll.coordinator.store.records import Credit, Node
+from atoll.coordinator.store.records import MAX_INTEGER, Credit, Node
 from atoll.v1 import manifest_pb2
 
 FORGOTTEN = ""  # stands for the peer ids of all forgotten nodes
@@ -55,7 +56,9 @@ def _rename(draft: Draft, names: Mapping[str, str]) -> None:
 def _owner(state: State, peer_id: str) -> str:
     """The peer id under which a contribution is credited."""
     node = state.nodes.get(peer_id)
-    return lookup.newest(state, node).peer_id if node is not None else FORGOTTEN
+    if node is not None:
+        return lookup.newest(state, node).peer_id
+    return FORGOTTEN if peer_id in state.forgotten else peer_id
 
 
 def _add(credits: dict[str, Credit], more: Credit) -> None:
@@ -63,7 +66,7 @@ def _add(credits: dict[str, Credit], more: Credit) -> None:
     if before is not None:
         more = replace(
             more,
-            tokens=before.tokens + more.tokens,
+            tokens=min(before.tokens + more.tokens, MAX_INTEGER),
             rounds=before.rounds + more.rounds,
             first_ms=min(before.first_ms, more.first_ms),
             last_ms=max(before.last_ms, more.last_ms),

@@ -162,8 +162,7 @@ def append_round(draft: Draft, row: Round) -> None:
     is_new = known is None or known.committed_tokens is None
     if is_new:
         _log_round(draft, row)
-        committed = manifest_pb2.CommittedManifest.FromString(row.manifest)
-        credits.count_round(draft, run_id, manifest_pb2.Manifest.FromString(committed.payload), row.reported_ms)
+        _credit(draft, row)
         draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     else:
         draft.log(row)
@@ -191,6 +190,15 @@ def append_round(draft: Draft, row: Round) -> None:
         if number // THIN_EVERY > run.head_round // THIN_EVERY:
             draft.compact(run_id, rounds_held_elsewhere(draft.state, run_id))
         run_states.finish_if_due(draft, run_id)
+
+
+def _credit(draft: Draft, row: Round) -> None:
+    """Credit a round that is newer than all known ones. A base that is known by its hash may have been counted."""
+    run = draft.state.runs[row.run_id]
+    if row.number > run.head_round:
+        committed = manifest_pb2.CommittedManifest.FromString(row.manifest)
+        manifest = manifest_pb2.Manifest.FromString(committed.payload)
+        credits.count_round(draft, row.run_id, manifest, max(row.reported_ms, run.created_ms))
 
 
 def _log_round(draft: Draft, row: Round) -> None:

@@ -63,13 +63,14 @@ class HeartbeatSession:
 
         Raises the error that ends the stream (`Banned`, `InvalidTransition`, `CorpusDiffers`).
         """
-        node, live = machine.check_session(self._controller.state, self._peer_id, self._session)
+        state = self._controller.state
+        node, live = machine.check_session(state, self._peer_id, self._session)
         if not self._received_any:
             return None
         if self._moved:
             return self._order_to_move()
         response = self._acknowledgement()
-        if not (self._updates.add(response, node, live) or self._acknowledgement_due):
+        if not (self._updates.add(response, state, node, live) or self._acknowledgement_due):
             return None
         self._acknowledgement_due = False
         return response

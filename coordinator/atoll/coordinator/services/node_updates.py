@@ -14,7 +14,7 @@ from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.run_memory import ForkInquiry, Inquiry
-from atoll.coordinator.state.snapshot import LiveNode
+from atoll.coordinator.state.snapshot import LiveNode, State
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -28,6 +28,7 @@ class NodeUpdates:
         self._keys = keys
         self._uploads = uploads
         self._peer_id = peer_id
+        self._state = controller.state
         self._responded = False
         self._sent_plan_version = 0  # the plan version that the node has
         self._sent_genesis = False
@@ -43,8 +44,9 @@ class NodeUpdates:
         """Record the plan version that the node has from an earlier stream."""
         self._sent_plan_version = version
 
-    def add(self, response: mb.HeartbeatResponse, node: Node, live: LiveNode) -> bool:
+    def add(self, response: mb.HeartbeatResponse, state: State, node: Node, live: LiveNode) -> bool:
         """Add all updates. Returns False if nothing is new, so that the response may be left out."""
+        self._state = state  # one for the whole response
         news = (
             self._add_orders(response, node),
             self._add_plan(response, node),
@@ -62,13 +64,13 @@ class NodeUpdates:
         return any(news)
 
     def _add_facts_for_start(self, response: mb.HeartbeatResponse, node: Node, live: LiveNode) -> None:
-        response.run_created_unix_ms = self._controller.state.runs[node.run_id].created_ms
+        response.run_created_unix_ms = self._state.runs[node.run_id].created_ms
         if live.promised_before:
             response.promised.ParseFromString(live.promised_before)
 
     def _add_orders(self, response: mb.HeartbeatResponse, node: Node) -> bool:
         """Add the orders, which are in every response. Returns whether one has changed."""
-        state = self._controller.state
+        state = self._state
         response.run_state = views.run_state(state.runs[node.run_id])
         response.order = views.order_for(state, node)
         response.notice = attendance.corpus_notice(state, node)
@@ -84,7 +86,7 @@ class NodeUpdates:
 
     def _add_progress(self, response: mb.HeartbeatResponse, node: Node) -> None:
         """Add progress, which is in every response but is no reason to send one."""
-        state = self._controller.state
+        state = self._state
         run = state.runs[node.run_id]
         if run.genesis:
             response.known_round = run.head_round
@@ -96,7 +98,7 @@ class NodeUpdates:
             response.credit.rank, response.credit.nodes = memory.credit_ranks[self._peer_id], len(memory.credit_ranks)
 
     def _add_plan(self, response: mb.HeartbeatResponse, node: Node) -> bool:
-        run = self._controller.state.runs[node.run_id]
+        run = self._state.runs[node.run_id]
         if "node" not in node.roles or run.plan_version <= self._sent_plan_version:
             return False
         signed = self._controller.signed.plan(run.run_id)
@@ -111,7 +113,7 @@ class NodeUpdates:
         return True
 
     def _add_deny_list(self, response: mb.HeartbeatResponse) -> bool:
-        number = self._controller.state.deny.number
+        number = self._state.deny.number
         if number <= self._deny_number:
             return False
         response.deny_list.CopyFrom(self._controller.signed.deny_list)
@@ -127,7 +129,7 @@ class NodeUpdates:
         return True
 
     def _add_seeds(self, response: mb.HeartbeatResponse, node: Node) -> bool:
-        seeds = admission.seeds_of(self._controller.state, node.run_id)
+        seeds = admission.seeds_of(self._state, node.run_id)
         if set(seeds) == set(self._seeds):
             return False
         response.seeds.extend(seeds)
@@ -136,7 +138,7 @@ class NodeUpdates:
 
     def _add_question(self, response: mb.HeartbeatResponse, node: Node) -> bool:
         """Ask the node for rounds that the coordinator lacks or that contradict the log, if it is the node's turn."""
-        memory = self._controller.state.memory[node.run_id]
+        memory = self._state.memory[node.run_id]
         missing, contradicting = memory.inquiry, memory.fork_inquiry
         most = learner.MAX_BATCH if missing is None or missing.agreed is None else 1
         questions = ((missing, most), (contradicting, forks.BATCH))

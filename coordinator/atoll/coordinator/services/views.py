@@ -11,6 +11,7 @@ from typing import cast
 from atoll.coordinator.live.attendance import ready_count, uncounted
 from atoll.coordinator.rounds import run_pace
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
+from atoll.coordinator.rounds.credits import FORGOTTEN
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.runs.checkpoint_orders import Progress
@@ -237,20 +238,21 @@ def checkpoint_progress(state: State, found: Progress) -> admin.OrderCheckpointR
 
 
 def credit_views(state: State, run_id: str, limit: int) -> list[admin.CreditView]:
-    """Views of credits: the first `limit`, the most tokens first."""
+    """Views of what nodes contributed to a run: `limit` nodes, the most tokens first; then all forgotten ones."""
     memory = state.memory[run_id]
-    ordered = sorted(memory.credits.values(), key=lambda it: (not it.peer_id, -it.tokens, it.peer_id))
+    ordered = sorted((item for peer, item in memory.credits.items() if peer), key=lambda it: (-it.tokens, it.peer_id))
+    forgotten = [memory.credits[FORGOTTEN]] if FORGOTTEN in memory.credits else []
     return [
         admin.CreditView(
             peer_id=item.peer_id,
-            name=state.nodes[item.peer_id].name if item.peer_id else "",
+            name=state.nodes[item.peer_id].name if item.peer_id in state.nodes else "",
             rank=memory.credit_ranks.get(item.peer_id, 0),
             tokens=item.tokens,
             rounds=item.rounds,
             first_unix_ms=item.first_ms,
             last_unix_ms=item.last_ms,
         )
-        for item in ordered[:limit]
+        for item in [*ordered[:limit], *forgotten]
     ]
 
 

@@ -65,6 +65,7 @@ class Draft:
     def __init__(self, state: State, now: StepTime) -> None:
         self.state = state
         self.now = now
+        self._credits_before: dict[str, Mapping[str, Credit]] = {}  # by run id, of the runs whose credits changed
         self._records: list[Change] = []
         self._plans: list[Plan] = []
         self._deny: DenyList | None = None
@@ -156,10 +157,8 @@ class Draft:
         self._set("checkpoints", peer_id, held)
 
     def set_credits(self, run_id: str, credits: Mapping[str, Credit]) -> None:
-        """Replace the credits of a run by peer id, and compute their ranks."""
-        before = dict(self.state.memory[run_id].credits)
-        self._records += [item for peer, item in credits.items() if before.pop(peer, None) != item]
-        self._records += [Delete(Credit, (run_id, peer)) for peer in before]
+        """Replace what the nodes of a run contributed, by peer id, and their ranks. `done` writes what changed."""
+        self._credits_before.setdefault(run_id, self.state.memory[run_id].credits)
         self.remember(run_id, credits=credits, credit_ranks=ranks_of(credits))
 
     def remember(self, run_id: str, **changes: Any) -> None:
@@ -230,6 +229,11 @@ class Draft:
 
     def done(self, result: T) -> Step[T]:
         """The finished step."""
+        for run_id, before in self._credits_before.items():
+            if run_id in self.state.memory:  # else `drop_run` deletes all of them
+                after = self.state.memory[run_id].credits
+                self._records += [item for peer, item in after.items() if before.get(peer) != item]
+                self._records += [Delete(Credit, (run_id, peer)) for peer in before.keys() - after.keys()]
         return Step(self.state, result, tuple(self._records), tuple(self._plans), self._deny)
 
     def _unset(self, table: str, keys: Set[str]) -> None:

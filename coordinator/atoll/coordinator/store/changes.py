@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from sqlalchemy import ColumnElement, Connection, Table, Update, bindparam, case, exists, func, select
 from sqlalchemy.exc import IntegrityError
@@ -14,6 +14,7 @@ from atoll.coordinator.store.records import (
     OF_RUN,
     Change,
     Checkpoint,
+    Credit,
     Delete,
     DropMetrics,
     DropRun,
@@ -85,13 +86,18 @@ def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
         connection.execute(table.delete().where(ours, table.c.round <= oldest))
 
 
-def _replace_metrics(connection: Connection, rows: Sequence[NodeMetrics]) -> None:
-    """Insert or replace many rows in two statements. Of two rows with the same key, the last one is used."""
-    newest = {(row.run_id, row.round, row.peer_id): asdict(row) for row in rows}
+def _replace_all(connection: Connection, record: type[NodeMetrics] | type[Credit], changes: Sequence[Change]) -> None:
+    """Insert or replace rows of one table in two statements. Of two rows with the same key, the last one is used."""
+    newest: dict[tuple[object, ...], dict[str, object]] = {}
+    for row in changes:
+        if isinstance(row, record):
+            newest[tuple(getattr(row, name) for name in record.KEY)] = {
+                item.name: getattr(row, item.name) for item in fields(row)
+            }
     if newest:
-        table = TABLES[NodeMetrics]
-        same = [table.c[name] == bindparam(_KEY_PREFIX + name) for name in NodeMetrics.KEY]
-        keys = [{_KEY_PREFIX + name: values[name] for name in NodeMetrics.KEY} for values in newest.values()]
+        table = TABLES[record]
+        same = [table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY]
+        keys = [{_KEY_PREFIX + name: values[name] for name in record.KEY} for values in newest.values()]
         connection.execute(table.delete().where(*same), keys)
         connection.execute(table.insert(), list(newest.values()))
 
@@ -114,10 +120,11 @@ def _append(connection: Connection, event: Event) -> None:
 
 
 def apply_changes(connection: Connection, changes: Sequence[Change]) -> None:
-    """Apply the changes of one step in order; metrics of nodes are written together at the end."""
+    """Apply the changes of one step in order; metrics and credits of nodes, which are many, together at the end."""
     for change in changes:
         _apply(connection, change)
-    _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
+    _replace_all(connection, NodeMetrics, changes)
+    _replace_all(connection, Credit, changes)
 
 
 def _apply(connection: Connection, change: Change) -> None:
@@ -132,7 +139,7 @@ def _apply(connection: Connection, change: Change) -> None:
             _drop_run(connection, change)
         case Event():
             _append(connection, change)
-        case _ if not isinstance(change, NodeMetrics):
+        case _ if not isinstance(change, NodeMetrics | Credit):
             _upsert(connection, change)
 
 

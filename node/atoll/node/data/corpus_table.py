@@ -2,7 +2,7 @@
 
 A member asks another for one of four things, each of which has a bound and can be verified:
 
-- a piece of 1 MiB of a file that is known whole: the card, or a file of the tokenizer;
+- a piece of 256 KiB of a file that is known whole: the card, or a file of the tokenizer;
 - the digests of all chunks of a shard, against the root in the card: 16 KiB for 64 MiB, 4 MiB for the largest shard;
 - the digests of the blocks of one chunk, against the chunk's digest;
 - blocks of one chunk, against their digests.

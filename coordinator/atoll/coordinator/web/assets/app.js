@@ -167,7 +167,7 @@ function drawContributors({ nodes, tokens, first }) {
       { class: head.startsWith(">") ? "right" : null }, head.replace(">", ""))))),
     el("tbody", {}, ...first.map((item) => el("tr", {},
       right(item.rank || "–"),
-      el("td", {}, item.peer_id ? item.name : "forgotten nodes", item.peer_id ? el("span", { class: "peer" }, "…" + item.peer_id.slice(-6)) : null),
+      el("td", {}, item.peer_id ? item.name || "unknown" : "forgotten nodes", item.peer_id ? el("span", { class: "peer" }, "…" + item.peer_id.slice(-6)) : null),
       el("td", { class: "right" }, count(item.tokens), el("meter", { min: 0, max: most, value: item.tokens })),
       right(tokens ? percent(item.tokens / tokens) : "–"), right(item.rounds.toLocaleString("en")),
       el("td", {}, clock(item.first_unix_ms)), el("td", {}, clock(item.last_unix_ms))))));
