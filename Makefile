@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_FILES := $(wildcard protos/atoll/v1/*.proto)
 USUAL := not soak and not gpu
+# More than cores, where there are few: a quarter of the time goes to waiting for disks, sockets and processes.
+WORKERS = $(shell $(PYTHON) -c "import os; cores = os.cpu_count() or 1; print(max(cores, min(2 * cores, 8)))")
 SERVICES := admin enrolment membership
 
 PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchmarks/peers/*.txt))
@@ -17,7 +19,7 @@ demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
 
 test: $(VENV)/ready  ## everything but soaks and GPUs; what measures links has the cores to itself
-	$(BIN)/pytest -m "$(USUAL) and not swarm and not wan" -n logical --dist worksteal
+	$(BIN)/pytest -m "$(USUAL) and not swarm and not wan" -n $(WORKERS) --dist worksteal
 	$(BIN)/pytest -m "$(USUAL) and swarm and not wan" -n logical --dist worksteal --durations=12
 	$(BIN)/pytest -m "$(USUAL) and wan" --durations=12
 

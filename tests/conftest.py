@@ -13,7 +13,7 @@ from hypothesis import settings
 settings.register_profile("atoll", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("atoll")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers as cores, or more
 
 
 @pytest.fixture
