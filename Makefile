@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_FILES := $(wildcard protos/atoll/v1/*.proto)
 USUAL := not soak and not gpu
-# More than cores, where there are few: a quarter of the time goes to waiting for disks, sockets and processes.
+# More than cores, where there are few: some of the time goes to waiting for disks, sockets and processes.
 WORKERS = $(shell $(PYTHON) -c "import os; cores = os.cpu_count() or 1; print(max(cores, min(2 * cores, 8)))")
 SERVICES := admin enrolment membership
 
