@@ -152,7 +152,7 @@ function row(node, fastest) {
     el("td", { class: "right", title: textStory(node) }, seed ? "" : node.connected && node.state === "training" ? percent(node.data_stall_share) : "–"),
     right(seed ? "" : node.steps ? node.steps.toLocaleString("en") : "–"), right(seed ? "" : count(node.tokens)), right(seed ? "" : String(node.head_round || "–")),
     right(node.train_loss ? node.train_loss.toFixed(3) : seed ? "" : "–"), right(seed ? "" : bytes(node.averaging_bytes_sent)),
-    right(node.last_seen_unix_ms ? `${duration(Math.max(0, (latest.unix_ms - node.last_seen_unix_ms) / 1000))} ago` : "never"));
+    right(node.last_seen_unix_ms ? ago(node.last_seen_unix_ms) : "never"));
 }
 
 // Which nodes contributed most, as committed rounds count it; also those that left.
@@ -170,9 +170,10 @@ function drawContributors({ nodes, tokens, first }) {
       el("td", {}, item.peer_id ? item.name || "unknown" : "forgotten nodes", item.peer_id ? el("span", { class: "peer" }, "…" + item.peer_id.slice(-6)) : null),
       el("td", { class: "right" }, count(item.tokens), el("meter", { min: 0, max: most, value: item.tokens })),
       right(tokens ? percent(item.tokens / tokens) : "–"), right(item.rounds.toLocaleString("en")),
-      el("td", {}, clock(item.first_unix_ms)), el("td", {}, clock(item.last_unix_ms))))));
+      el("td", {}, ago(item.first_unix_ms)), el("td", {}, ago(item.last_unix_ms))))));
 }
 
+const ago = (unixMs) => `${duration(Math.max(0, (latest.unix_ms - unixMs) / 1000))} ago`;
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 const textStory = (node) => (node.data_bytes_fetched
   ? `${bytes(node.data_bytes_fetched)} of training text fetched, ${bytes(node.data_bytes_trained)} trained` : "");
