@@ -180,7 +180,7 @@ def _check_and_merge_wal(path: Path) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Yield a private directory next to `target`, which is removed afterwards. Raises `DataDirUnusable`."""
+    """Yield a private directory next to `target`; remove the directory afterwards. Raises `DataDirUnusable`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -1,7 +1,8 @@
 """Connection of `atollctl` to the coordinator: credential files, mutual-TLS channel, mapped errors.
 
 The credential directory holds `admin.toml` (endpoint and server name), `admin.key`, `admin.crt` and `ca.crt`.
-`atoll-coordinator serve` writes it. The operator may copy it to another machine and edit the endpoint there.
+`atoll-coordinator serve` writes it. The operator may copy the directory to another machine and edit the
+endpoint in its `admin.toml`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`atollctl metrics`: what each round cost each node, as a table, CSV, JSON or event files of TensorBoard."""
+"""`atollctl metrics`: what nodes measured in each round, as a table, CSV, JSON or TensorBoard event files."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def apply(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Make a plan now, without a debounce time. It is issued if its gain exceeds the cost of moving layers.
+    """Make a plan now, without a debounce time. A plan with routes is issued only if it gains more than it costs.
 
     [bold]Example[/bold]
 

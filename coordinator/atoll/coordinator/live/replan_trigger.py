@@ -1,8 +1,8 @@
 """Decides when to ask the planner for a plan with routes. Pure.
 
 If a node cannot hold the whole model, or the operator pinned layers, the search for a layout takes seconds. So the
-state machine only records a *question* (`RunMemory.question`). The controller lets the planner answer it in another
-process and passes the answer to `planner_answer.accept_answer`. If a node that the answer uses has left, has less
+state machine only records a *question* (`RunMemory.question`). The controller lets the planner answer it on another
+thread and passes the answer to `planner_answer.accept_answer`. If a node that the answer uses has left, has less
 memory or was pinned meanwhile, the answer is dropped and a new question is asked. Nodes that joined meanwhile wait for
 the next question. There is one question, or one plan in preparation, at a time. A lost stage whose layers another node
 holds is replaced at once, without the planner (`stage_take_over.py`). The planner is asked when the next plan is due

@@ -63,7 +63,6 @@ class CostTables:
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in problem.wishes.pins}
-        self._only_span = {pin.machine: pin.span for pin in problem.wishes.allowed_spans} | self.pins
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
 
@@ -130,6 +129,11 @@ class CostTables:
         allowed &= ends[None, :] - ends[:, None] <= self._round_limit_seconds * self.link_bytes_per_second[machine]
         period = np.maximum(compute, np.maximum(sending, receiving))
         return StageTable(np.where(allowed, compute + ties, np.inf), np.where(allowed, period, np.inf))
+
+    @cached_property
+    def _only_span(self) -> dict[str, tuple[int, int] | None]:
+        """The only span of each machine that may hold just one; None: it may hold none."""
+        return {pin.machine: pin.span for pin in self.problem.wishes.allowed_spans} | self.pins
 
     def _permitted(self, profile: Machine) -> BoolArray:
         allowed = self.spans.is_span.copy()

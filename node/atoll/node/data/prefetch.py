@@ -1,7 +1,7 @@
 """Reads ahead of training: blocks for the next samples of a node's lease are fetched before a batch needs them.
 
-The loader says which ranges it will train. The next `AHEAD_SAMPLES` of them are looked up together, so that windows
-side by side become one request, and fetched in the order of need by a few threads.
+The loader says which ranges it will train. It looks up the next `AHEAD_SAMPLES` samples together, so that
+neighbouring windows share one request. A few threads fetch the blocks in the order of need.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Follower:
         self.out.append((self.opener, dp.RoundMessage(ready=ready)))
 
     def start(self, message: dp.Start, now: float) -> None:
-        """Check Start and begin the exchange. From now on others see the snapshot."""
+        """Check Start. A holder begins its exchange, so others see the snapshot; a witness reports no parts."""
         assert self._ready is not None
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)

@@ -75,7 +75,7 @@ class Departure:
         await self._told.wait()
 
     async def unless_told(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Await `work`. If the node is told to leave first, cancel it and return None."""
+        """Await `work`. If the node is told to leave before `work` ends, cancel `work` and return None."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._told.wait())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
